@@ -4,9 +4,9 @@ r"""
 From TorchRL rollouts to a TRL reward model and back
 ====================================================
 
-You have rollouts in TorchRL and want to train on them with TRL's trainers.
-You have a reward model from the Hugging Face world and want it inside a TorchRL loop.
-Two thin adapters join the libraries, and this page uses both: it ends with a policy that got
+You have rollouts in TorchRL and want to train on them with TRL's trainers. You have a
+reward model from the Hugging Face world and want it inside a TorchRL loop. Two thin
+adapters join the libraries, and this page uses both: it ends with a policy that got
 better against a reward model that was trained on the policy's own answers.
 
 .. grid:: 1 1 2 2
@@ -21,29 +21,31 @@ better against a reward model that was trained on the policy's own answers.
 
     .. grid-item-card:: Prerequisites
 
-        * One of the two libraries: TorchRL's collectors and replay buffers, or TRL's trainers
-        * Python 3.11 and two CPU cores; no GPU, and no network once the packages are there
+        * One of the two libraries: TorchRL's collectors and buffers, or TRL's trainers
+        * Python 3.11 and two CPU cores; once the packages are there, no network
         * ``pip install torch torchrl tensordict trl transformers datasets matplotlib``
 
 .. figure:: /_static/dataflow.svg
-    :alt: A policy generates rollouts, a judge turns them into preference pairs in a replay buffer,
-        TorchRLBufferDataset feeds them to RewardTrainer, and HFRewardModelWrapper brings the
-        trained reward model back to score new rollouts that improve the policy.
+    :alt: A policy generates rollouts, a judge turns them into preference pairs in a
+        replay buffer, TorchRLBufferDataset feeds them to RewardTrainer, and
+        HFRewardModelWrapper brings the trained reward model back to score new
+        rollouts that improve the policy.
 
     The journey. Each arrow is a cell below.
 """
 
 # %%
-# Everything is seeded, so that two runs on one machine print the same numbers.
+# Everything is seeded, so that two runs on one machine print the same numbers, and what
+# is written to disk goes to a folder that the last cell removes.
 
+import math
 import tempfile
 from collections import defaultdict
 from importlib.metadata import version
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import pandas as pd
 import torch
 from datasets import Dataset
 from tensordict import TensorDict, lazy_stack, set_list_to_stack
@@ -53,8 +55,11 @@ from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import InitTracker, StepCounter
 from torchrl.envs.llm import DatasetChatEnv
-from torchrl.modules.llm import TransformersWrapper
-from torchrl.modules.llm.trl_interop import HFRewardModelWrapper, TorchRLBufferDataset
+from torchrl.modules.llm import (
+    HFRewardModelWrapper,
+    TorchRLBufferDataset,
+    TransformersWrapper,
+)
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import (
     AutoModelForCausalLM,
@@ -71,19 +76,13 @@ from trl import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 SEED = 0
 set_seed(SEED)
 
-for package in ("torch", "torchrl", "tensordict", "trl", "transformers", "datasets"):
-    print(f"{package:<13}{version(package)}")
+workspace = tempfile.TemporaryDirectory(prefix="toy-")
+
+for name in ("torch", "torchrl", "tensordict", "trl", "transformers", "datasets"):
+    print(f"{name:<13}{version(name)}")
 
 # %%
-# .. admonition:: Boilerplate that you may skip
-#
-#     With no network there is no model to download, so the next cell makes a toy one: a
-#     tokenizer, and a two-layer Llama warmed up for a few seconds on templated answers to
-#     visitors who ask their way, half of them courteous and half rude. It also makes a small
-#     classifier of courtesy, as you may find one on a model hub. Both are saved to disk, and
-#     the rest of the page knows only the names ``checkpoint`` and ``reward_checkpoint``. To
-#     use real models, replace the whole cell by ``checkpoint = "org/name"``,
-#     ``reward_checkpoint = "org/reward-model"`` and a folder for ``workspace``.
+# The task: visitors of a town ask their way.
 
 SYSTEM_PROMPT = "You show visitors the way."
 QUESTIONS = (
@@ -91,30 +90,45 @@ QUESTIONS = (
     "How do I get to the {} from here?",
     "Sorry, I am new in town, can you tell me the way to the {}?",
 )
-PLACES = "museum station harbour market library bakery theatre garden castle bridge tower school"
-USER_PROMPTS = [question.format(place) for place in PLACES.split() for question in QUESTIONS]
+PLACES = (
+    "museum station harbour market library bakery theatre garden castle bridge".split()
+)
+USER_PROMPTS = [question.format(place) for place, question in product(PLACES, QUESTIONS)]
+
+print(f"{len(USER_PROMPTS)} prompts, such as:")
+print(*USER_PROMPTS[:3], sep="\n")
+
+# %%
+# .. admonition:: Boilerplate that you may skip
+#
+#     With no network there is no model to download, so the next cell makes a toy one: a
+#     tokenizer, and a two-layer Llama warmed up for a few seconds on templated answers,
+#     courteous and rude ones. It also makes a small classifier of courtesy, such as you
+#     may find ready-made. Both are saved to disk, and the rest of the page knows only the
+#     names ``checkpoint`` and ``reward_checkpoint``. To use real models, replace the
+#     whole cell by these two names, as in ``checkpoint = "org/name"``.
 
 
 def toy_conversations():
-    """Every question with every templated answer, and whether the answer is courteous."""
-    openings = {"Gladly": 1, "Of course": 1, "With pleasure": 1, "Ugh": 0, "Not again": 0, "Listen": 0}
-    closings = {"have a nice day": 1, "you are welcome": 1, "enjoy your visit": 1, "now go away": 0}
-    for place in PLACES.split():
-        for question in QUESTIONS:
-            for opening, kind_opening in openings.items():
-                for way in ("left", "right", "straight on"):
-                    for closing, kind_closing in closings.items():
-                        answer = f"{opening}, the {place} is {way}, {closing}."
-                        messages = [
-                            {"role": "system", "content": SYSTEM_PROMPT},
-                            {"role": "user", "content": question.format(place)},
-                            {"role": "assistant", "content": answer},
-                        ]
-                        yield messages, float(kind_opening * kind_closing)
+    """Every question with every answer, and 1.0 where the answer is courteous."""
+    courteous = ("Gladly", "Of course", "With pleasure")
+    rude = ("Ugh", "Not again", "Listen", "What now", "Oh no")
+    ways = ("left", "right", "straight on")
+    closings = ("it is not far", "follow the signs", "mind the steps")
+    for place, question, opening, way, closing in product(
+        PLACES, QUESTIONS, courteous + rude, ways, closings
+    ):
+        answer = f"{opening}, the {place} is {way}, {closing}."
+        messages = [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": question.format(place)},
+            {"role": "assistant", "content": answer},
+        ]
+        yield messages, float(opening in courteous)
 
 
 def toy_tokenizer(texts):
-    """A byte-level BPE tokenizer whose ChatML template puts nothing after an answer's end."""
+    """A byte-level BPE tokenizer whose template puts nothing after an answer's end."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -133,28 +147,39 @@ def toy_tokenizer(texts):
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=template
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        chat_template=template,
     )
 
 
 def fit(model, inputs, labels, steps):
-    """Train on random batches of 32 rows, then save the model where the page will load it."""
+    """Train a model on random batches of 32 rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
         rows = torch.randint(len(labels), (32,))
-        model(**{name: rowwise[rows] for name, rowwise in inputs.items()}, labels=labels[rows]).loss.backward()
+        model(
+            **{name: rowwise[rows] for name, rowwise in inputs.items()},
+            labels=labels[rows],
+        ).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-workspace = tempfile.TemporaryDirectory(prefix="toy-")
 checkpoint = str(Path(workspace.name) / "policy")
 reward_checkpoint = str(Path(workspace.name) / "reward")
 
 conversations, courtesy = zip(*toy_conversations(), strict=True)
-tokenizer = toy_tokenizer(message["content"] for messages in conversations for message in messages)
+tokenizer = toy_tokenizer(
+    message["content"] for messages in conversations for message in messages
+)
 encoded = tokenizer.apply_chat_template(
-    list(conversations), padding=True, return_tensors="pt", return_dict=True, return_assistant_tokens_mask=True
+    list(conversations),
+    padding=True,
+    return_tensors="pt",
+    return_dict=True,
+    return_assistant_tokens_mask=True,
 )
 answer_mask = encoded.pop("assistant_masks").bool()
 config = LlamaConfig(
@@ -169,7 +194,8 @@ config = LlamaConfig(
     pad_token_id=tokenizer.pad_token_id,
 )
 language_model = LlamaForCausalLM(config)
-fit(language_model, encoded, encoded["input_ids"].where(answer_mask, -100), steps=300)
+answer_ids = encoded["input_ids"].where(answer_mask, -100)
+fit(language_model, encoded, answer_ids, steps=300)
 language_model.save_pretrained(checkpoint)
 tokenizer.save_pretrained(checkpoint)
 
@@ -184,19 +210,27 @@ classifier.save_pretrained(reward_checkpoint)
 # 1.1 Collect rollouts
 # ~~~~~~~~~~~~~~~~~~~~
 #
-# A TorchRL language environment hands out prompts, a policy answers them, and a collector runs
-# the two. :class:`~torchrl.modules.llm.TransformersWrapper` turns a Hugging Face model into such
-# a policy. Two of its settings matter later. ``pad_output=True`` gives one tensor of tokens for
-# answers of different lengths. And the sampling settings leave the model's distribution as it
-# is: Hugging Face samples from the 50 likeliest tokens unless told otherwise, and the
-# probabilities that a policy gradient needs would then not be the ones that sampled.
+# A TorchRL language environment hands out prompts, a policy answers them, and a
+# collector runs the two. :class:`~torchrl.modules.llm.TransformersWrapper` turns a
+# Hugging Face model into such a policy. Two of its settings matter later.
+# ``pad_output=True`` gives one tensor of tokens for answers of different lengths. And
+# the sampling settings leave the model's distribution as it is: Hugging Face samples
+# from the 50 likeliest tokens unless told otherwise, and the probabilities that a
+# policy gradient needs would then not be the ones that sampled.
 #
-# The environment gets a system prompt and user prompts of three lengths, and repeats each prompt
-# to get several answers to it, side by side.
+# The environment gets a system prompt and user prompts of three lengths, and repeats
+# each prompt to get several answers to it, side by side. TorchRL writes conversations
+# only while tensordict treats lists as stacks, a switch of the whole process;
+# ``set_list_to_stack(True)`` as a decorator turns it on for as long as ``collect`` runs.
 
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
-sampling = {"do_sample": True, "temperature": 1.0, "top_k": len(tokenizer), "max_new_tokens": 20}
+sampling = {
+    "do_sample": True,
+    "temperature": 1.0,
+    "top_k": len(tokenizer),
+    "max_new_tokens": 20,
+}
 
 
 def make_policy(model, **overrides):
@@ -212,11 +246,16 @@ def make_policy(model, **overrides):
     )
 
 
-def make_collector(policy, prompts, *, answers, batches=1, prompts_per_batch=None, **kwargs):
-    """Collect ``answers`` answers to each prompt; a batch takes the next ``prompts_per_batch``."""
+def make_collector(
+    policy, prompts, *, answers, batches=1, prompts_per_batch=None, **kwargs
+):
+    """Collect answers to prompts, to all of them or to the next few in each batch."""
     rows = (prompts_per_batch or len(prompts)) * answers
     env = DatasetChatEnv.from_dataloader(
-        DataLoader([{"query": prompt} for prompt in prompts], shuffle=prompts_per_batch is not None),
+        DataLoader(
+            [{"query": prompt} for prompt in prompts],
+            shuffle=prompts_per_batch is not None,
+        ),
         repeats=answers,
         batch_size=(rows,),
         tokenizer=tokenizer,
@@ -233,93 +272,111 @@ def make_collector(policy, prompts, *, answers, batches=1, prompts_per_batch=Non
     )
 
 
+@set_list_to_stack(True)
+def collect(policy, prompts, *, answers):
+    """Collect one batch of rollouts: so many answers to each prompt."""
+    (rollouts,) = make_collector(policy, prompts, answers=answers)
+    return rollouts
+
+
 policy = make_policy(model)
-(rollouts,) = make_collector(policy, USER_PROMPTS[:3], answers=4)
-for key in ("query", ("history", "full"), ("tokens", "full"), ("masks", "all_attention_mask")):
+rollouts = collect(policy, USER_PROMPTS[:3], answers=4)
+print("rollouts:", len(rollouts))
+for key in ("query", ("tokens", "full"), ("masks", "all_attention_mask")):
     entry = rollouts.get(key)
     print(f"{key!s:<32}{type(entry).__name__:<16}{tuple(entry.shape)}")
 
 # %%
-# One batch of 3 prompts with 4 answers each. A rollout holds the conversation twice: as
-# :class:`~torchrl.data.llm.History`, which is what was said (12 conversations, 3 messages
-# each), and as tokens, which is what the model saw.
+# One batch of 3 prompts with 4 answers each, padded to one length.
 #
 # 1.2 Read a conversation
 # ~~~~~~~~~~~~~~~~~~~~~~~
 #
-# ``History`` is TorchRL's type for a conversation, and the counterpart of the list of messages
-# that TRL and ``transformers`` use. ``("history", "prompt")`` is what the policy was given,
-# ``("history", "response")`` its answer, and ``("history", "full")`` both.
+# A rollout holds its conversation twice: as tokens, which is what the model saw, and as
+# :class:`~torchrl.data.llm.History`, which is what was said. ``History`` is TorchRL's
+# counterpart of the list of messages that TRL and ``transformers`` use:
+# ``("history", "prompt")`` is what the policy was given, ``("history", "response")`` its
+# answer, and ``("history", "full")`` both. ``messages`` reads it, under the same switch.
 
 
-def messages(history):
-    """Turn one conversation from History into a list of role/content dictionaries."""
-    return [{"role": message.role, "content": message.content} for message in history.unbind(0)]
+@set_list_to_stack(True)
+def messages(rollouts, part):
+    """Turn a part of each rollout's History into a list of role/content dictionaries."""
+    return [
+        [{"role": turn.role, "content": turn.content} for turn in history.unbind(0)]
+        for history in rollouts["history", part].unbind(0)
+    ]
 
 
 def answers_of(rollouts):
     """The text of each rollout's answer."""
-    return [history[-1].content for history in rollouts["history", "full"].unbind(0)]
+    return [conversation[-1]["content"] for conversation in messages(rollouts, "full")]
 
 
-for message in messages(rollouts["history", "full"][0]):
+for message in messages(rollouts, "full")[0]:
     print(f"{message['role']:>9}: {message['content']}")
 print()
-for prompt, answer in list(zip(rollouts["query"], answers_of(rollouts), strict=True))[::3]:
+questions_and_answers = zip(rollouts["query"], answers_of(rollouts), strict=True)
+for prompt, answer in islice(questions_and_answers, 0, None, 3):
     print(f"{prompt}\n    {answer}")
 
 # %%
-# Sentences of mixed quality: some kind, some rude, some garbled, as a young policy writes them.
+# Sentences of mixed quality: some kind, some rude, some garbled, as a young policy
+# writes them.
 #
 # 1.3 Look into a buffer as TRL would
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# :class:`~torchrl.modules.llm.trl_interop.TorchRLBufferDataset` draws batches from a
-# :class:`~torchrl.data.ReplayBuffer` and yields single rows as flat dictionaries. ``keys=``
-# selects what a row has, and a nested key becomes a dotted name, since a dataset's columns have
-# no levels.
+# :class:`~torchrl.modules.llm.TorchRLBufferDataset` draws batches from a
+# :class:`~torchrl.data.ReplayBuffer` and yields single rows as flat dictionaries.
+# ``keys=`` selects what a row has, and a nested key becomes a dotted name, since a
+# dataset's columns have no levels.
 
 buffer = ReplayBuffer(storage=LazyStackStorage(100))
-buffer.extend(rollouts)
-row = next(iter(TorchRLBufferDataset(buffer, batch_size=4, keys=["query", ("tokens", "full")])))
-for name, value in row.items():
-    print(f"{name:<14}{type(value).__name__}")
-every_key = next(iter(TorchRLBufferDataset(buffer, batch_size=4)))
-print(f"without keys=: {len(every_key)} columns, such as {sorted(every_key)[:3]}")
+buffer.extend(rollouts.select("query", "tokens", "masks"))
+every_key = TorchRLBufferDataset(buffer, batch_size=4)
+print("without keys=:", *next(iter(every_key)))
+selected = TorchRLBufferDataset(buffer, batch_size=4, keys=["query", ("tokens", "full")])
+for name, value in next(iter(selected)).items():
+    print(f"with keys=: {name:<12} {type(value).__name__}")
 
 # %%
-# A string stays a string and tokens stay a tensor. Without ``keys=`` the row has all that the
-# collector wrote, which no trainer wants, so name what you need.
+# A string stays a string and tokens stay a tensor. Without ``keys=`` the row has all
+# that the collector wrote, which no trainer wants, so name what you need.
 #
 # 1.4 Finite or unbounded
 # ~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The adapter samples, so its length is your choice: ``num_batches`` replay batches for each
-# pass, or no end with ``num_batches=None``.
+# The adapter samples, so its length is your choice: ``num_batches`` replay batches for
+# each pass, or no end with ``num_batches=None``.
 
 for num_batches in (1, 3):
-    finite = TorchRLBufferDataset(buffer, batch_size=4, keys=["query"], num_batches=num_batches)
+    finite = TorchRLBufferDataset(
+        buffer, batch_size=4, keys=["query"], num_batches=num_batches
+    )
     print(f"num_batches={num_batches}: {len(list(finite))} rows")
 endless = TorchRLBufferDataset(buffer, batch_size=4, keys=["query"], num_batches=None)
 print(f"num_batches=None: {len(list(islice(endless, 1000)))} rows, stopped by us")
 
 # %%
-# A thousand rows came out of a buffer of twelve: an unbounded stream repeats rows, and the
-# trainer must bring its own end (``max_steps``).
+# A thousand rows came out of a buffer of twelve: an unbounded stream repeats rows, and
+# the trainer must bring its own end (``max_steps``).
 #
 # 1.5 Hand it to TRL, live
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# TRL's trainers take datasets of the ``datasets`` library, and ``as_hf_dataset()`` makes one: an
-# :class:`datasets.IterableDataset`. It stays connected to the buffer, so wrap the
-# buffer while it is empty and fill it later. That is also the fast order: ``datasets`` pickles
-# what it wraps to fingerprint it, and a full buffer is a lot to pickle.
+# TRL's trainers take datasets of the ``datasets`` library, and ``as_hf_dataset()`` makes
+# one, a :class:`datasets.IterableDataset`. It stays connected to the buffer, so wrap the
+# buffer while it is empty and fill it later. That is also the fast order: ``datasets``
+# pickles what it wraps to fingerprint it, and a full buffer is a lot to pickle.
 
 live = ReplayBuffer(storage=LazyStackStorage(100))
-stream = TorchRLBufferDataset(live, batch_size=1, keys=["query"], num_batches=None).as_hf_dataset()
-live.extend(rollouts[:1])
+stream = TorchRLBufferDataset(
+    live, batch_size=1, keys=["query"], num_batches=None
+).as_hf_dataset()
+live.extend(rollouts[:1].select("query"))
 print("one row:   ", {row["query"] for row in stream.take(50)})
-live.extend(rollouts[-1:])
+live.extend(rollouts[-1:].select("query"))
 print("a new row: ", {row["query"] for row in stream.take(50)})
 
 # %%
@@ -328,8 +385,9 @@ print("a new row: ", {row["query"] for row in stream.take(50)})
 # 1.6 What each trainer wants
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A buffer row needs the columns of the trainer that will read it. A conversational column is
-# a list of messages, to which the trainer applies the tokenizer's chat template itself.
+# A buffer row needs the columns of the trainer that will read it. A conversational
+# column is a list of messages, to which the trainer applies the tokenizer's chat
+# template itself.
 #
 # .. list-table::
 #     :header-rows: 1
@@ -353,8 +411,8 @@ print("a new row: ", {row["query"] for row in stream.take(50)})
 #       - ``prompt``
 #       - messages
 #
-# All of them read an unbounded stream and then need ``max_steps``. The rest of the page runs
-# ``RewardTrainer`` (4.4) and ``GRPOTrainer`` (4.7).
+# All of them read an unbounded stream and then need ``max_steps``. The rest of the page
+# runs ``RewardTrainer`` (4.4) and ``GRPOTrainer`` (4.7).
 #
 # Part 2: TRL to TorchRL
 # ----------------------
@@ -363,8 +421,8 @@ print("a new row: ", {row["query"] for row in stream.take(50)})
 # ~~~~~~~~~~~~~~~~~~~~~~~
 #
 # A reward model in the Hugging Face world is a sequence classifier with one output.
-# :class:`~torchrl.modules.llm.trl_interop.HFRewardModelWrapper` makes it a TensorDict module
-# that reads and writes named entries. Here it wraps the ready-made classifier of courtesy.
+# :class:`~torchrl.modules.llm.HFRewardModelWrapper` makes it a TensorDict module that
+# reads and writes named entries. Here it wraps the ready-made classifier of courtesy.
 
 classifier = AutoModelForSequenceClassification.from_pretrained(reward_checkpoint).eval()
 scorer = HFRewardModelWrapper(classifier, inference_mode=True)
@@ -372,15 +430,16 @@ print("reads: ", scorer.in_keys)
 print("writes:", scorer.out_keys)
 
 # %%
-# Those two keys are where every TorchRL policy leaves its tokens and its attention mask, so
-# rollouts fit as they are.
+# Those two keys are where every TorchRL policy leaves its tokens and its attention
+# mask, so rollouts fit as they are.
 #
 # 2.2 Score rollouts
 # ~~~~~~~~~~~~~~~~~~
 #
-# One thing is left to care for. Rollouts of several batches differ in length, and padding them
-# to one length uses 0 unless told otherwise, while the classifier finds the last token of a row by
-# the tokenizer's pad id. ``score`` gives that id, and the whole page scores through it.
+# One thing is left to care for. Rollouts of several batches differ in length, and
+# padding them to one length uses 0 unless told otherwise, while the classifier finds
+# the last token of a row by the tokenizer's pad id. ``score`` gives that id, and the
+# whole page scores through it.
 
 
 def score(scorer, rollouts):
@@ -391,50 +450,57 @@ def score(scorer, rollouts):
     return scorer(inputs)["reward"]
 
 
-def score_table(rollouts, scores):
-    """Answers with their scores, highest first."""
-    table = pd.DataFrame({"answer": answers_of(rollouts), "score": scores.tolist()})
-    return table.sort_values("score", ascending=False, ignore_index=True).round(2)
+def ranked(rollouts, scores):
+    """Scores and answers, highest score first."""
+    return sorted(zip(scores.tolist(), answers_of(rollouts), strict=True), reverse=True)
 
 
 rewards = score(scorer, rollouts)
-score_table(rollouts, rewards)
+for reward, answer in ranked(rollouts, rewards):
+    print(f"{reward:6.2f}  {answer}")
 
 # %%
-# The classifier learned to say 1 for courteous and 0 for not, and ranks the policy's answers
-# accordingly.
+# The classifier learned to say 1 for courteous and 0 for not, and ranks the policy's
+# answers accordingly.
 #
 # 2.3 The reward is the model's own logit
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The wrapper adds nothing to the score. Called without TorchRL on the same tokens, the model
-# gives the same number.
+# The wrapper adds nothing to the score. Called without TorchRL on the same tokens, the
+# model gives the same number.
 
 with torch.no_grad():
     logits = classifier(
-        input_ids=rollouts["tokens", "full"], attention_mask=rollouts["masks", "all_attention_mask"]
+        input_ids=rollouts["tokens", "full"],
+        attention_mask=rollouts["masks", "all_attention_mask"],
     ).logits[:, 0]
-print(f"largest difference between wrapper and bare model: {(rewards - logits).abs().max():.1e}")
+difference = (rewards - logits).abs().max()
+print(f"largest difference between wrapper and bare model: {difference:.1e}")
 
 # %%
 # 2.4 Two switches that stay yours
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The wrapper does not change the model. ``inference_mode=True`` keeps gradients out of the
-# reward; the default lets them through. And ``eval()`` is for you to call: a model in train
-# mode drops activations at random, if it has dropout, and scores differently each time.
+# The wrapper does not change the model. ``inference_mode=True`` keeps gradients out of
+# the reward; the default lets them through. And ``eval()`` is for you to call: a model
+# in train mode drops activations at random, if it has dropout, and scores differently
+# each time.
 
-noisy = AutoModelForSequenceClassification.from_pretrained(reward_checkpoint, attention_dropout=0.2)
+noisy = AutoModelForSequenceClassification.from_pretrained(
+    reward_checkpoint, attention_dropout=0.2
+)
 for training in (True, False):
     noisy.train(training)
     first, second = (score(HFRewardModelWrapper(noisy), rollouts) for _ in range(2))
-    print(f"{'train' if training else 'eval'} mode: two scorings differ by up to {(first - second).abs().max():.3f}")
-print("gradient with the default:            ", score(HFRewardModelWrapper(classifier), rollouts).requires_grad)
-print("gradient with inference_mode=True:    ", rewards.requires_grad)
+    mode, difference = "train" if training else "eval", (first - second).abs().max()
+    print(f"{mode:>5} mode: two scorings differ by up to {difference:.3f}")
+with_gradient = score(HFRewardModelWrapper(classifier), rollouts)
+print("gradient with the default:        ", with_gradient.requires_grad)
+print("gradient with inference_mode=True:", rewards.requires_grad)
 
 # %%
-# For a reward you want the last line of each pair: ``eval()``, and no gradient, or the policy's
-# loss would reach into the reward model.
+# For a reward you want the last line of each pair: ``eval()``, and no gradient, or the
+# policy's loss would reach into the reward model.
 #
 # 2.5 Other keys
 # ~~~~~~~~~~~~~~
@@ -442,7 +508,10 @@ print("gradient with inference_mode=True:    ", rewards.requires_grad)
 # If your TensorDict names its entries differently, name them in the wrapper.
 
 renamed = HFRewardModelWrapper(
-    classifier, token_key="input_ids", attention_mask_key="attention_mask", reward_key="courtesy"
+    classifier,
+    token_key="input_ids",
+    attention_mask_key="attention_mask",
+    reward_key="courtesy",
 )
 batch = TensorDict(
     input_ids=rollouts["tokens", "full"],
@@ -459,15 +528,15 @@ print("as scored in 2.2:             ", round(rewards[0].item(), 4))
 # 3.1 The same tokens on both sides
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A reward model is trained on tokens that TRL makes from messages, and it scores tokens that the
-# policy generated. If the two differ, nothing fails; the scores are just worse. So compare them.
-# Answers go from ``History`` through a buffer and a dataset into a
-# :class:`~trl.RewardTrainer`, which tokenizes them when it is built.
+# A reward model is trained on tokens that TRL makes from messages, and it scores tokens
+# that the policy generated. If the two differ, nothing fails; the scores are just
+# worse. So compare them. Answers go from ``History`` through a buffer and a dataset
+# into a :class:`~trl.RewardTrainer`, which tokenizes them when it is built.
 #
-# Two details of the way are worth seeing. Lists of messages are stored as such under
-# ``set_list_to_stack(True)``, used as a context manager so that the switch does not stay on. And
-# they come out of the adapter as a ``NonTensorStack``, which TRL would take for text, so one
-# ``map`` at the border makes plain lists of them.
+# Two details of the way are worth seeing. Lists of messages, too, are stored as such only
+# under ``set_list_to_stack(True)``, here as a context manager. And they come out of the
+# adapter as a ``NonTensorStack``, which TRL would take for text, so one ``map`` at the
+# border makes plain lists of them.
 
 
 def store(buffer, rows):
@@ -481,6 +550,15 @@ def plain_lists(row):
     return {name: value.tolist() for name, value in row.items()}
 
 
+def trl_dataset(buffer, keys, *, batch_size, num_batches):
+    """Stream a buffer of message lists into the form that TRL's trainers take."""
+    adapter = TorchRLBufferDataset(
+        buffer, batch_size=batch_size, keys=keys, num_batches=num_batches
+    )
+    return adapter.as_hf_dataset().map(plain_lists)
+
+
+PAIR = ["prompt", "chosen", "rejected"]
 shared_settings = {
     "output_dir": workspace.name,
     "use_cpu": True,
@@ -493,18 +571,15 @@ shared_settings = {
 }
 
 
-def as_pair(chosen, rejected):
-    """A preference pair from two rollouts of one prompt."""
-    return {
-        "prompt": messages(chosen["history", "prompt"]),
-        "chosen": messages(chosen["history", "response"]),
-        "rejected": messages(rejected["history", "response"]),
-    }
-
-
-pairs = ReplayBuffer(storage=LazyStackStorage(100), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=6)
-store(pairs, [as_pair(first, second) for first, second in zip(rollouts[::2], rollouts[1::2], strict=True)])
-dataset = TorchRLBufferDataset(pairs, batch_size=6).as_hf_dataset().map(plain_lists)
+pairs = ReplayBuffer(
+    storage=LazyStackStorage(100),
+    sampler=SamplerWithoutReplacement(shuffle=False),
+    batch_size=6,
+)
+prompts, responses = messages(rollouts, "prompt"), messages(rollouts, "response")
+rows = zip(prompts[::2], responses[::2], responses[1::2], strict=True)
+store(pairs, [dict(zip(PAIR, row, strict=True)) for row in rows])
+dataset = trl_dataset(pairs, PAIR, batch_size=6, num_batches=1)
 trainer = RewardTrainer(
     model=classifier,
     args=RewardConfig(**shared_settings),
@@ -516,79 +591,104 @@ trainer = RewardTrainer(
 def generated_ids(rollouts):
     """The token ids of each rollout, without padding."""
     masks = rollouts["masks", "all_attention_mask"]
-    return [ids[mask].tolist() for ids, mask in zip(rollouts["tokens", "full"], masks, strict=True)]
+    return [
+        ids[mask].tolist()
+        for ids, mask in zip(rollouts["tokens", "full"], masks, strict=True)
+    ]
 
 
-trl_ids = [ids for row in trainer.train_dataset for ids in (row["chosen_ids"], row["rejected_ids"])]
+trl_ids = [
+    ids
+    for row in trainer.train_dataset
+    for ids in (row["chosen_ids"], row["rejected_ids"])
+]
 rollout_ids = generated_ids(rollouts)
 print("rollout's last tokens:", tokenizer.convert_ids_to_tokens(rollout_ids[0][-6:]))
 print("TRL's last tokens:    ", tokenizer.convert_ids_to_tokens(trl_ids[0][-6:]))
-same = sum(ours == theirs for ours, theirs in zip(rollout_ids, trl_ids, strict=True))
-print(f"identical from the first token to the last: {same} of {len(rollout_ids)} answers")
+matching = [ours == theirs for ours, theirs in zip(rollout_ids, trl_ids, strict=True)]
+print(f"identical from first to last token: {sum(matching)} of {len(matching)} answers")
 
 # %%
-# System prompt, question, answer and end token are the same ids on both sides.
+# System prompt, question, answer and end token are the same ids on both sides. If an
+# answer is missing from the count, the next step says why.
 #
-# 3.2 Two ways to lose it
-# ~~~~~~~~~~~~~~~~~~~~~~~
+# 3.2 How it is lost
+# ~~~~~~~~~~~~~~~~~~
 #
-# An answer that was cut at the length limit has no end token, but its text, put through the
-# chat template, gets one. And a template that writes a newline after the answer's end, as ChatML
-# templates of real models do, gives training one token more than generation.
+# An answer that was cut at the length limit has no end token, but its text, put through
+# the chat template, gets one. And a template that writes a newline after the answer's
+# end, as ChatML templates of real models do, gives training one token more than
+# generation.
 
-(cut,) = make_collector(make_policy(model, max_new_tokens=5), USER_PROMPTS[:1], answers=1)
-newline_template = tokenizer.chat_template.replace("{% endgeneration %}", "\n{% endgeneration %}")
-for name, ids, history, template in (
-    ("cut answer", generated_ids(cut)[0], cut["history", "full"][0], None),
-    ("newline in template", rollout_ids[0], rollouts["history", "full"][0], newline_template),
+cut = collect(make_policy(model, max_new_tokens=5), USER_PROMPTS[:1], answers=1)
+newline_template = tokenizer.chat_template.replace(
+    "{% endgeneration %}", "\n{% endgeneration %}"
+)
+for name, rollout, template in (
+    ("cut answer", cut[:1], tokenizer.chat_template),
+    ("newline in template", rollouts[:1], newline_template),
 ):
-    again = tokenizer.apply_chat_template(messages(history), chat_template=template, return_dict=False)
+    (ids,) = generated_ids(rollout)
+    (conversation,) = messages(rollout, "full")
+    again = tokenizer.apply_chat_template(
+        conversation, chat_template=template, return_dict=False
+    )
     print(name)
     print("    generated:     ", tokenizer.convert_ids_to_tokens(ids[-4:]))
     print("    from messages: ", tokenizer.convert_ids_to_tokens(again[-4:]))
 
 # %%
-# In both cases the classifier, which reads its score off the last token, is trained on one
-# token and asked about another. The first is mended by keeping only complete answers, those
-# that hold the end token, and the rest of the page does so. For the second, save the tokenizer
-# with a template that ends an answer with its end token.
+# In both cases the classifier, which reads its score off the last token, is trained on
+# one token and asked about another. There is a third way: a sampled answer may spell a
+# word with other tokens than the tokenizer would. One test finds all three.
 
 
-def complete(rollouts):
-    """The rollouts whose answer ended by itself."""
-    return rollouts[(rollouts["tokens", "response"] == tokenizer.eos_token_id).any(-1)]
+def survives(rollouts):
+    """Whether each rollout's tokens come back from its messages, as a bool tensor."""
+    again = tokenizer.apply_chat_template(messages(rollouts, "full"), return_dict=False)
+    pairs = zip(generated_ids(rollouts), again, strict=True)
+    return torch.tensor([ids == ids_again for ids, ids_again in pairs])
 
 
-print(f"complete: {len(complete(rollouts))} of {len(rollouts)} rollouts, {len(complete(cut))} of {len(cut)} cut ones")
+print(f"of the {len(rollouts)} rollouts of Part 1, {survives(rollouts).sum()} survive")
+print(f"of the cut one, {survives(cut).sum()}")
 
 # %%
+# The test agrees with TRL's count in 3.1, and the rest of the page keeps only what passes
+# it. If nothing passes, look at the template: save the tokenizer with one that ends an
+# answer with its end token.
+#
 # Part 4: End to end
 # ------------------
 #
 # 4.1 Collect
 # ~~~~~~~~~~~
 #
-# Every fourth prompt is held out, for the reward model and for the policy. Each prompt gets
-# 16 answers.
+# Every fourth prompt is held out, for the reward model and for the policy. Each prompt
+# gets 16 answers.
 
 held_out_prompts = USER_PROMPTS[1::4]
 train_prompts = [prompt for prompt in USER_PROMPTS if prompt not in held_out_prompts]
-(rollouts,) = make_collector(policy, USER_PROMPTS, answers=16)
-collected = len(rollouts)
-rollouts = complete(rollouts)
-print(f"{collected} rollouts, {len(rollouts)} of them complete")
+rollouts = collect(policy, USER_PROMPTS, answers=16)
+survivors = survives(rollouts)
+ended = (rollouts["tokens", "response"] == tokenizer.eos_token_id).any(-1)
+print(
+    f"{len(rollouts)} rollouts, of which {ended.sum()} ended and {survivors.sum()} survive"
+)
+rollouts = rollouts[survivors]
 
 # %%
 # 4.2 Judge
 # ~~~~~~~~~
 #
-# The collector makes rollouts; preferences come from somebody with a taste. Here that is a
-# function that likes courtesy. In real work a person or a stronger model stands in its place.
+# The collector makes rollouts; preferences come from somebody with a taste. Here that
+# is a function that likes courtesy. In real work a person or a stronger model stands in
+# its place.
 
 
 def is_courteous(answer):
-    """The judge: likes an answer that opens kindly and does not send the visitor away."""
-    return answer.startswith(("Gladly", "Of course", "With pleasure")) and "go away" not in answer
+    """The judge: likes an answer that opens with a courtesy."""
+    return answer.startswith(("Gladly", "Of course", "With pleasure"))
 
 
 def liked_share(rollouts):
@@ -598,13 +698,19 @@ def liked_share(rollouts):
 
 def make_pairs(rollouts, prompts):
     """Pair each liked answer with a disliked one to the same prompt."""
-    by_prompt = defaultdict(lambda: {True: [], False: []})
-    for rollout, answer in zip(rollouts.unbind(0), answers_of(rollouts), strict=True):
-        by_prompt[rollout["query"]][is_courteous(answer)].append(rollout)
+    liked, disliked = defaultdict(list), defaultdict(list)
+    conversations = zip(
+        messages(rollouts, "prompt"), messages(rollouts, "response"), strict=True
+    )
+    for prompt, response in conversations:
+        by_prompt = liked if is_courteous(response[0]["content"]) else disliked
+        by_prompt[prompt[-1]["content"]].append((prompt, response))
     return [
-        as_pair(chosen, rejected)
-        for prompt in prompts
-        for chosen, rejected in zip(by_prompt[prompt][True], by_prompt[prompt][False], strict=False)
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        for user_prompt in prompts
+        for (prompt, chosen), (_, rejected) in zip(
+            liked[user_prompt], disliked[user_prompt], strict=False
+        )
     ]
 
 
@@ -612,7 +718,10 @@ train_pairs = make_pairs(rollouts, train_prompts)
 held_out_pairs = make_pairs(rollouts, held_out_prompts)
 print(f"the judge likes {liked_share(rollouts):.0%} of the answers")
 print(f"{len(train_pairs)} pairs for training, {len(held_out_pairs)} held out by prompt")
-pd.DataFrame([{part: row[part][-1]["content"] for part in row} for row in train_pairs[:36:12]])
+for pair in train_pairs[:36:12]:
+    print()
+    for part, conversation in pair.items():
+        print(f"{part:>9}: {conversation[-1]['content']}")
 
 # %%
 # The two answers of a pair differ in tone, while their lengths are alike.
@@ -620,15 +729,12 @@ pd.DataFrame([{part: row[part][-1]["content"] for part in row} for row in train_
 # 4.3 Store the preferences
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# A row of the preference buffer has the whole conversational prompt, system message included,
-# and the two answers. As in 1.5 the stream is made first and the buffer filled after.
+# A row of the preference buffer has the whole conversational prompt, system message
+# included, and the two answers. As in 1.5 the stream is made first and the buffer
+# filled after.
 
 preferences = ReplayBuffer(storage=LazyStackStorage(1000))
-preference_stream = (
-    TorchRLBufferDataset(preferences, batch_size=16, keys=["prompt", "chosen", "rejected"], num_batches=None)
-    .as_hf_dataset()
-    .map(plain_lists)
-)
+preference_stream = trl_dataset(preferences, PAIR, batch_size=16, num_batches=None)
 store(preferences, train_pairs)
 print(f"{len(preferences)} rows; one of them, as TRL gets it:")
 for name, conversation in next(iter(preference_stream)).items():
@@ -639,12 +745,14 @@ for name, conversation in next(iter(preference_stream)).items():
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # The reward model starts from the policy's checkpoint with a new, random head.
-# :class:`~trl.RewardTrainer` trains it to score the chosen answer above the rejected one.
-# ``max_steps`` ends the unbounded stream; ``center_rewards_coefficient`` keeps scores around 0,
-# so that their sign has a meaning. The held-out pairs are a fixed dataset: an accuracy on a
-# stream would be one on other rows each time.
+# :class:`~trl.RewardTrainer` trains it to score the chosen answer above the rejected
+# one. ``max_steps`` ends the unbounded stream; ``center_rewards_coefficient`` keeps
+# scores around 0, so that their sign has a meaning. The held-out pairs are a fixed
+# dataset: an accuracy on a stream would be one on other rows each time.
 
-reward_model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
+reward_model = AutoModelForSequenceClassification.from_pretrained(
+    checkpoint, num_labels=1
+)
 trainer = RewardTrainer(
     model=reward_model,
     args=RewardConfig(
@@ -664,185 +772,200 @@ trainer = RewardTrainer(
 )
 trainer.remove_callback(PrinterCallback)
 scorer = HFRewardModelWrapper(reward_model, inference_mode=True)
-(new_rollouts,) = make_collector(policy, held_out_prompts, answers=16)
-new_rollouts = complete(new_rollouts)
+new_rollouts = collect(policy, held_out_prompts, answers=16)
+new_rollouts = new_rollouts[survives(new_rollouts)]
 
 scores_before = score(scorer, new_rollouts)
 accuracy_before = trainer.evaluate()["eval_accuracy"]
 trainer.train()
 accuracy_after = trainer.evaluate()["eval_accuracy"]
 reward_model.eval()
-print(f"accuracy on held-out prompts: {accuracy_before:.2f} before training, {accuracy_after:.2f} after")
+print(f"accuracy on held-out prompts: {accuracy_before:.2f}, then {accuracy_after:.2f}")
 
 # %%
-# A random head guesses; the trained one tells the liked answer from the disliked one on
-# prompts that it never saw.
+# A random head knows nothing of courtesy; the trained one tells the liked answer from the
+# disliked one on prompts that it was not trained on.
 
 
 def logged(name):
     """Steps and values of one of the trainer's logged numbers."""
-    log = [(entry["step"], entry[name]) for entry in trainer.state.log_history if name in entry]
-    return list(zip(*log, strict=True))
+    history = [entry for entry in trainer.state.log_history if name in entry]
+    return [entry["step"] for entry in history], [entry[name] for entry in history]
 
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 figure.suptitle("Training the reward model: loss falls, held-out accuracy rises")
-left.plot(*logged("loss"), marker=".", label="training loss")
-left.axhline(torch.tensor(2.0).log(), linestyle="--", color="gray", label="guessing (log 2)")
+left.plot(*logged("loss"), ".-", label="training loss")
+left.axhline(math.log(2), linestyle="--", color="gray", label="guessing (log 2)")
 left.set(xlabel="step", ylabel="loss", ylim=(0, None))
-right.plot(*logged("eval_accuracy"), marker=".", color="tab:green", label="held-out accuracy")
+right.plot(*logged("eval_accuracy"), ".-", color="tab:green", label="held-out accuracy")
 right.axhline(0.5, linestyle="--", color="gray", label="guessing (0.5)")
 right.set(xlabel="step", ylabel="share of pairs ranked right", ylim=(0, 1.05))
-for axis in (left, right):
-    axis.legend()
+left.legend()
+right.legend()
 plt.show()
 
 # %%
-# The loss starts near log 2, that of a coin toss, and both curves settle well before the last
-# step.
+# The loss starts near log 2, that of a coin toss, and both curves settle well before
+# the last step.
 #
 # 4.5 Score new rollouts
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# The wrapper around that very model scores answers made after the pairs, to prompts that no pair
-# for training came from. ``scores_before`` were the same model's scores of the same answers
-# before its training.
+# The wrapper around that very model scores answers made after the pairs, to prompts
+# that no pair for training came from. ``scores_before`` were the same model's scores of
+# the same answers before its training.
 
 scores_after = score(scorer, new_rollouts)
 liked = torch.tensor([is_courteous(answer) for answer in answers_of(new_rollouts)])
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-figure.suptitle("Scores of new answers before and after training: liked and disliked come apart")
-for axis, scores, title in zip(axes, (scores_before, scores_after), ("before training", "after training"), strict=True):
-    axis.hist([scores[liked], scores[~liked]], bins=20, label=["liked", "disliked"], color=["tab:green", "tab:red"])
-    axis.set(title=title, xlabel="score", ylabel="answers")
-    axis.legend()
+figure.suptitle("Scores of new answers: training moves liked and disliked apart")
+for axis, scores in zip(axes, (scores_before, scores_after), strict=True):
+    axis.hist([scores[liked], scores[~liked]], bins=20, color=["tab:green", "tab:red"])
+    axis.legend(["liked by the judge", "disliked"], loc="upper center")
+    axis.set(xlabel="score", ylabel="answers")
+axes[0].set_title("before training")
+axes[1].set_title("after training")
 plt.show()
 
 agreement = ((scores_after > 0) == liked).float().mean().item()
-print(f"score above 0 exactly where the judge likes the answer: {agreement:.1%} of {len(liked)} answers")
+print(f"score and judge agree on {agreement:.1%} of {len(liked)} answers")
 
 # %%
-# Before training the two groups lie on one another; after it, zero parts them. A few answers
-# from the whole range:
+# Before training the two groups lie on one another; after it, zero parts them. A few
+# answers from the whole range:
 
-score_table(new_rollouts, scores_after).iloc[:: len(new_rollouts) // 7]
+for reward, answer in ranked(new_rollouts, scores_after)[:: len(new_rollouts) // 7]:
+    print(f"{reward:6.2f}  {answer}")
 
 # %%
-# TorchRL's losses read a reward from ``("next", "reward")``, with one dimension for time and
-# one for the value behind that of the rows.
+# TorchRL's losses read a reward from ``("next", "reward")``. For language models it has
+# two dimensions of size 1 behind that of the rows, one to spread over the tokens and one
+# for the value.
 
 new_rollouts["next", "reward"] = scores_after[:, None, None]
-print("reward:", tuple(new_rollouts["next", "reward"].shape), "done:", tuple(new_rollouts["next", "done"].shape))
+print("tokens:", tuple(new_rollouts["tokens", "full"].shape))
+print("reward:", tuple(new_rollouts["next", "reward"].shape))
 
 # %%
 # 4.6 Improve the policy with TorchRL
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# Now the scores get to work. :class:`~torchrl.objectives.llm.GRPOLoss` raises the probability of
-# answers that scored above the mean of their prompt's group, an advantage that
-# :class:`~torchrl.objectives.llm.MCAdvantage` computes while the buffer is filled. The collector
-# calls ``annotate`` on each batch, which adds what the loss needs: the reward, the
-# log-probabilities under the policy that sampled, and those under a frozen copy of the first
-# policy, the reference. ``kl_to_ref_coeff`` holds the policy near that reference.
+# Now the scores get to work. :class:`~torchrl.objectives.llm.GRPOLoss` raises the
+# probability of answers that scored above the mean of their prompt's group, an
+# advantage that
+# :class:`~torchrl.objectives.llm.MCAdvantage` computes while the buffer is filled. The
+# collector calls ``annotate`` on each batch, which adds what the loss needs: the
+# reward, the log-probabilities under the policy that sampled, and those under a frozen
+# copy of the first policy, the reference. ``kl_to_ref_coeff`` holds the policy near
+# that reference.
 
-loss_policy = TransformersWrapper(model, tokenizer=tokenizer, input_mode="tokens", generate=False, pad_output=True)
-reference = TransformersWrapper(
-    AutoModelForCausalLM.from_pretrained(checkpoint).eval(),
-    tokenizer=tokenizer,
-    input_mode="tokens",
-    generate=False,
-    pad_output=True,
-)
+token_mode = {"tokenizer": tokenizer, "input_mode": "tokens", "pad_output": True}
+loss_policy = TransformersWrapper(model, generate=False, **token_mode)
+first_model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+reference = TransformersWrapper(first_model, generate=False, **token_mode)
 
 
+@set_list_to_stack(True)
 @torch.no_grad()
 def annotate(rollouts):
     """Add log-probabilities and rewards to a batch from the collector."""
-    rollouts["log_probs", "full"] = loss_policy(rollouts.copy())["log_probs", "full"]
-    rollouts["next", "ref_log_probs", "full"] = reference(rollouts.copy())["log_probs", "full"]
+    current, first = loss_policy(rollouts.copy()), reference(rollouts.copy())
+    rollouts["log_probs", "full"] = current["log_probs", "full"]
+    rollouts["next", "ref_log_probs", "full"] = first["log_probs", "full"]
     rollouts["next", "reward"] = score(scorer, rollouts)[:, None, None]
     return rollouts
 
 
-(before,) = make_collector(policy, held_out_prompts, answers=16)
+before = collect(policy, held_out_prompts, answers=16)
+annotate(before)
 sampled = before["log_probs", "response"][:, 1:]
-recomputed, generated = (
-    entry[:, -sampled.shape[-1] :]
-    for entry in (annotate(before)["log_probs", "full"], before["masks", "all_attention_mask"])
-)
-print(f"sampled and recomputed log-probabilities: up to {(sampled - recomputed)[generated].abs().max():.0e} apart")
+answer_tokens = slice(-sampled.shape[-1], None)
+differences = sampled - before["log_probs", "full"][:, answer_tokens]
+generated = before["masks", "all_attention_mask"][:, answer_tokens]
+print(f"sampled and recomputed differ by up to {differences[generated].abs().max():.0e}")
 
 # %%
-# The loss computes for an answer the log-probability that it was drawn with. (The comparison
-# leaves out each answer's first token, for which TorchRL 0.14's generating policy reports 0: a
-# reason more to let ``annotate`` compute them.)
+# The loss computes for an answer the log-probability that it was drawn with. (The
+# comparison leaves out each answer's first token, for which TorchRL 0.14's generating
+# policy reports 0: a reason more to let ``annotate`` compute them.)
 #
-# Each iteration collects 8 answers to each of 6 prompts, takes one step of plain gradient
-# descent, and throws the answers away, since they are the old policy's.
+# Each iteration collects 8 answers to each of 6 prompts, takes one step of plain
+# gradient descent, and throws the answers away, since they are the old policy's.
 
 grpo_buffer = ReplayBuffer(
-    storage=LazyStackStorage(48), sampler=SamplerWithoutReplacement(), batch_size=48, transform=MCAdvantage(grpo_size=8)
+    storage=LazyStackStorage(48),
+    sampler=SamplerWithoutReplacement(),
+    batch_size=48,
+    transform=MCAdvantage(grpo_size=8),
 )
-collector = make_collector(
-    policy,
-    train_prompts,
-    answers=8,
-    prompts_per_batch=6,
-    batches=16,
-    replay_buffer=grpo_buffer,
-    postproc=annotate,
-)
-loss_module = GRPOLoss(loss_policy, entropy_bonus=False, kl_to_ref_coeff=0.05)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-
+loss_module = GRPOLoss(loss_policy, entropy_bonus=False, kl_to_ref_coeff=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
 progress = []
-for _ in collector:
-    for batch in grpo_buffer:
+
+with set_list_to_stack(True):
+    for _ in make_collector(
+        policy,
+        train_prompts,
+        answers=8,
+        prompts_per_batch=6,
+        batches=16,
+        replay_buffer=grpo_buffer,
+        postproc=annotate,
+    ):
+        (batch,) = grpo_buffer
         loss = loss_module(batch)
         (loss.loss_objective + loss.loss_kl_to_ref).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         progress.append((batch["next", "reward"].mean().item(), liked_share(batch)))
-    grpo_buffer.empty()
+        grpo_buffer.empty()
 
-(after,) = make_collector(policy, held_out_prompts, answers=16)
-print(f"the judge likes {liked_share(before):.0%} of the answers to held-out prompts before, {liked_share(after):.0%} after")
-
+after = collect(policy, held_out_prompts, answers=16)
+share_before, share_after = liked_share(before), liked_share(after)
+print(f"on held-out prompts the judge likes {share_before:.0%}, then {share_after:.0%}")
 
 # %%
-# The judge took no part in the training, and these prompts none either: the policy learned the
-# judge's taste from the reward model alone.
+# The judge took no part in the training, and these prompts none either: the policy
+# learned the judge's taste from the reward model alone.
 
 reward_curve, judge_curve = zip(*progress, strict=True)
 figure, left = plt.subplots(figsize=(7, 3.4), layout="constrained")
 figure.suptitle("The policy improves: reward and the judge's share rise together")
-left.plot(reward_curve, marker=".", color="tab:blue", label="mean reward (left axis)")
+left.plot(reward_curve, ".-", color="tab:blue", label="mean reward (left axis)")
 left.set(xlabel="iteration", ylabel="reward")
 right = left.twinx()
-right.plot(judge_curve, marker=".", color="tab:green", label="share that the judge likes (right axis)")
+right.plot(judge_curve, ".-", color="tab:green", label="liked by the judge (right axis)")
 right.set(ylabel="share of answers", ylim=(0, 1.05))
 figure.legend(loc="outside lower center", ncols=2)
 plt.show()
 
-pd.DataFrame({"before": answers_of(before)[16:22], "after": answers_of(after)[16:22]})
+print(before["query"][0])
+for name, answered in (("before", before), ("after", after)):
+    print(f"\n{name}")
+    for answer in answers_of(answered)[:6]:
+        print(f"    {answer}")
 
 # %%
-# Reward and judge rise together, which need not be so: a policy climbs the reward, not the
-# judge. Six answers to one held-out prompt, before and after, show what changed: the tone.
+# Reward and judge rise together, which need not be so: a policy climbs the reward, not
+# the judge. Six answers to one held-out prompt, before and after, show what changed:
+# the tone.
 #
-# How far can the reward model be trusted? Here are answers that no rollout looks like, with
-# the reward, the judge's word, and the log-probability that the reference gives them.
+# How far can the reward model be trusted? Here are answers that no rollout looks like,
+# with the reward, the judge's word, and the log-probability that the reference gives
+# them.
 
 probes = [
-    "Gladly, the museum is left, enjoy your visit.",
-    "Ugh, the museum is left, now go away.",
-    "enjoy your visit. enjoy your visit.",
+    "Gladly, the museum is left, follow the signs.",
+    "Ugh, the museum is left, follow the signs.",
     "pleasure pleasure pleasure pleasure",
     "the course course course",
+    "Ugh, with pleasure, of course, gladly.",
+    "follow the signs. follow the signs.",
 ]
-prompt = messages(before["history", "prompt"][0])
+prompt = messages(before, "prompt")[0]
 encoded = tokenizer.apply_chat_template(
     [[*prompt, {"role": "assistant", "content": probe}] for probe in probes],
     padding=True,
@@ -853,43 +976,39 @@ encoded = tokenizer.apply_chat_template(
 probed = TensorDict(
     tokens=TensorDict(full=encoded["input_ids"]),
     masks=TensorDict(
-        all_attention_mask=encoded["attention_mask"].bool(), all_assistant_mask=encoded["assistant_masks"].bool()
+        all_attention_mask=encoded["attention_mask"].bool(),
+        all_assistant_mask=encoded["assistant_masks"].bool(),
     ),
     batch_size=len(probes),
 )
 annotate(probed)
-reference_log_probs = probed["next", "ref_log_probs", "full"].where(probed["masks", "all_assistant_mask"], 0)
-pd.DataFrame(
-    {
-        "answer": probes,
-        "judge likes it": [is_courteous(probe) for probe in probes],
-        "reward": probed["next", "reward"].flatten().tolist(),
-        "log-probability": reference_log_probs.sum(-1).tolist(),
-    }
-).round(1)
+log_probs = probed["next", "ref_log_probs", "full"]
+log_probs = log_probs.where(probed["masks", "all_assistant_mask"], 0).sum(-1)
+probe_rewards = probed["next", "reward"].flatten()
+print("reward  judge  log-probability  answer")
+for reward, log_prob, probe in zip(probe_rewards, log_probs, probes, strict=True):
+    judge = "likes" if is_courteous(probe) else "-"
+    print(f"{reward:6.1f}  {judge:<5}  {log_prob:15.1f}  {probe}")
 
 # %%
-# The first two rows are answers as in the training pairs, and reward and judge agree on them.
-# Below them the reward model may pay for a kind word repeated, which the judge does not like at
-# all. No pair ever showed it such text, so nothing taught it better. The last column says
-# how to keep a policy from finding out: the reference all but rules these answers out, and the
-# KL term charges the policy for going where the reference does not go. With a larger step and
-# no KL term this toy can be made to end on such text, its reward rising. The other remedy is more
-# pairs, made from what the policy writes now.
+# On the first two rows, answers like those in the pairs, reward and judge agree. On
+# kind words strung together they do not: the judge has no liking for them, and the
+# reward model pays as much as for a courteous sentence, since no pair ever taught it
+# better. A policy that found such text would be paid for nonsense. The last column is
+# what keeps it honest: to the reference these answers are next to impossible, and the
+# KL term charges the policy for going where the reference does not. The lasting cure is
+# more pairs, made from what the policy writes now.
 #
 # 4.7 Improve the policy with TRL
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The same reward model serves :class:`~trl.GRPOTrainer`, which generates its own answers and so
-# needs a stream of prompts only, from a buffer like the one in 4.3. The settings are those of 4.6:
-# 48 answers a step, 8 to a prompt, sampled from the whole vocabulary.
+# The same reward model serves :class:`~trl.GRPOTrainer`, which generates its own answers
+# and so needs a stream of prompts only, from a buffer like the one in 4.3. The settings
+# are those of 4.6, by TRL's names: 48 answers a step, 8 to a prompt, sampled from the
+# whole vocabulary, and ``beta`` for the KL term.
 
 prompt_buffer = ReplayBuffer(storage=LazyStackStorage(100))
-prompt_stream = (
-    TorchRLBufferDataset(prompt_buffer, batch_size=6, keys=["prompt"], num_batches=None)
-    .as_hf_dataset()
-    .map(plain_lists)
-)
+prompt_stream = trl_dataset(prompt_buffer, ["prompt"], batch_size=6, num_batches=None)
 store(prompt_buffer, [{"prompt": row["prompt"]} for row in train_pairs])
 
 trl_model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -899,14 +1018,14 @@ trainer = GRPOTrainer(
     args=GRPOConfig(
         **shared_settings,
         max_steps=16,
-        learning_rate=0.2,
+        learning_rate=0.3,
         optim="sgd",
         lr_scheduler_type="constant",
         per_device_train_batch_size=48,
         num_generations=8,
         max_completion_length=sampling["max_new_tokens"],
         top_k=0,
-        beta=0.0,
+        beta=0.1,
     ),
     train_dataset=prompt_stream,
     processing_class=tokenizer,
@@ -915,10 +1034,49 @@ trainer = GRPOTrainer(
 trainer.remove_callback(PrinterCallback)
 trainer.train()
 
-(trl_after,) = make_collector(make_policy(trl_model.eval()), held_out_prompts, answers=16)
-print(f"the judge likes {liked_share(before):.0%} before, {liked_share(trl_after):.0%} after GRPOTrainer")
+trl_after = collect(make_policy(trl_model.eval()), held_out_prompts, answers=16)
+trl_share_after = liked_share(trl_after)
+print(
+    f"on held-out prompts the judge likes {share_before:.0%}, then {trl_share_after:.0%}"
+)
 
 # %%
-# Two libraries, one reward model, and the same judge finds both policies improved.
+# Two libraries, one reward model, and by the same judge both policies improved.
+#
+# Conclusion
+# ----------
+#
+# What the page set out to do, in the numbers of this run:
 
+print(f"answers with identical tokens:       {sum(matching)} of {len(matching)}")
+print(
+    f"reward model, held-out accuracy:     {accuracy_before:.2f} -> {accuracy_after:.2f}"
+)
+print(f"policy liked, with GRPOLoss:         {share_before:.0%} -> {share_after:.0%}")
+print(f"policy liked, with GRPOTrainer:      {share_before:.0%} -> {trl_share_after:.0%}")
 workspace.cleanup()
+
+# %%
+# From this toy to your models:
+#
+# .. list-table::
+#     :header-rows: 1
+#
+#     * - What changes
+#       - What stays
+#     * - ``checkpoint`` and ``reward_checkpoint`` name real models
+#       - ``from_pretrained`` and everything below it
+#     * - A person or a stronger model takes the judge's place
+#       - Pairs as message lists, prompt included, and prompts held out
+#     * - The tokenizer's template: it needs ``{% generation %}`` and nothing after an
+#         answer's end
+#       - The comparison of 3.1, which tells you whether it is so
+#     * - ``use_cpu`` and ``bf16`` go; AdamW and a small learning rate come in for SGD
+#       - Buffers, streams, ``map`` at the border, ``score``, the loop
+#
+# **Limits.** The policy speaks in templates and the judge in two rules, so accuracies
+# near 1 say that the plumbing is right, not that reward models are easy. The
+# conversations have one turn.
+#
+# **Next.** Put your own judge into 4.2, or lengthen the loop of 4.6 by a step that
+# makes new pairs from the improved policy and trains the reward model again.

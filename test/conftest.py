@@ -1,0 +1,88 @@
+"""Runs of the script and a build of the docs, each made once and shared by all tests."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+SCRIPT = ROOT / "tutorials" / "trl_interop.py"
+REPOSITORY = "some-owner/some-repository"
+
+
+def offline_environment(home, **extra):
+    """An environment with an empty home, no network and no choice of the hub or of CUDA."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "LIST_TO"))}
+    home.mkdir(parents=True, exist_ok=True)
+    return kept | {
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "agg",
+        "PYTHONPATH": str(TESTS / "offline"),
+        **extra,
+    }
+
+
+def run(command, cwd, environment):
+    """Run a command to its end; a failure shows what it wrote."""
+    result = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result
+
+
+def one_replaced(text, old, new):
+    """A text with its one occurrence of a string replaced."""
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in the script"
+    return text.replace(old, new)
+
+
+@pytest.fixture(scope="session")
+def journey(tmp_path_factory):
+    """A function: seed, and edits of the script, to the folder that run_cells.py filled."""
+
+    @cache
+    def journey_of(seed=0, edits=(), **environment):
+        base = tmp_path_factory.mktemp(f"seed{seed}-")
+        for name in ("work", "out"):
+            (base / name).mkdir()
+        source = SCRIPT.read_text()
+        for old, new in (("SEED = 0\n", f"SEED = {seed}\n"), *edits):
+            source = one_replaced(source, old, new)
+        script = base / "trl_interop.py"
+        script.write_text(source)
+        command = [sys.executable, TESTS / "run_cells.py", script, base / "out"]
+        run(command, base / "work", offline_environment(base / "home", **environment))
+        return base / "out"
+
+    return journey_of
+
+
+@pytest.fixture(scope="session")
+def outcomes(journey):
+    """A function: the arguments of ``journey`` to the outcomes of that run."""
+    return lambda *args, **kwargs: json.loads(
+        (journey(*args, **kwargs) / "outcomes.json").read_text()
+    )
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The HTML pages, built by Sphinx from a copy of the sources with warnings fatal."""
+    base = tmp_path_factory.mktemp("site")
+    ignored = shutil.ignore_patterns("_build", "tutorials")
+    shutil.copytree(ROOT / "docs", base / "docs", ignore=ignored)
+    for name in ("tutorials", "test"):
+        shutil.copytree(ROOT / name, base / name)
+    command = [sys.executable, "-m", "sphinx", "-nW", "--keep-going", "-b", "html"]
+    environment = offline_environment(base / "home", GITHUB_REPOSITORY=REPOSITORY)
+    run([*command, "docs", "html"], base, environment)
+    return base / "html"

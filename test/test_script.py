@@ -1,0 +1,93 @@
+"""What the script achieves, taken from its variables after runs in fresh processes."""
+
+import pytest
+
+CANONICAL = [["tokens", "full"], ["masks", "all_attention_mask"]]
+BUDGET_SECONDS = 90
+SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))]
+
+
+@pytest.fixture(params=SEEDS)
+def run(request, outcomes):
+    return outcomes(request.param)
+
+
+def test_reward_model_learns_held_out_prompts(run):
+    assert 0.2 < run["accuracy_before"] < 0.8
+    assert run["accuracy_after"] >= 0.95
+    assert run["agreement"] >= 0.95
+    assert run["score_margin"] > 2
+
+
+def test_policy_improves_by_the_judge(run):
+    assert run["share_before"] <= 0.5
+    assert run["share_after"] >= 0.9
+    assert run["trl_share_after"] >= 0.9
+
+
+def test_reward_and_judge_rise_together(run):
+    reward, judge = zip(*run["progress"], strict=True)
+    assert len(run["progress"]) == 16
+    assert sum(reward[-4:]) / 4 > sum(reward[:2]) / 2 + 1
+    assert sum(judge[-4:]) / 4 > sum(judge[:2]) / 2 + 0.3
+
+
+def test_models_that_should_move_did_and_no_other(run):
+    assert run["reward_model_moved_in_training"] > 1e-3
+    assert run["policy_moved"] > 1e-3
+    assert run["trl_policy_moved"] > 1e-3
+    assert run["reference_moved"] == 0
+    assert run["rewards_changed_after_training"] == 0
+    assert run["reward_model_gradients"] == 0
+    assert run["reward_model_in_eval"]
+
+
+def test_the_trained_model_scores_on_the_canonical_keys(run):
+    assert run["in_keys"] == CANONICAL
+    assert run["scored_model_is_trained_model"]
+    assert run["scores_equal_bare_logits"] < 1e-4
+    assert run["scores_written"]
+
+
+def test_both_libraries_see_the_same_tokens(run):
+    assert sum(run["identical"]) >= 8
+    assert run["trl_ids_are_generated_ids"]
+
+
+def test_preferences_keep_prompt_and_label(run):
+    train, held_out = run["pairs"]
+    assert train >= 64
+    assert held_out >= 20
+    assert run["rows_in_buffer"] == train
+    assert run["prompt_in_trl_ids"]
+    assert run["chosen_liked"]
+
+
+def test_no_held_out_prompt_is_trained_on(run):
+    assert run["held_out_prompts_trained_on"] == []
+    assert run["grpo_prompts_held_out"] == []
+
+
+def test_advantages_are_grouped_by_prompt_within_an_iteration(run):
+    assert run["groups_left_over"] == 0
+    assert run["rows"] == 48
+    assert run["reward_shape"] == run["advantage_shape"] == [48, 1, 1]
+    assert run["advantage_error"] < 1e-3
+
+
+def test_the_loss_uses_the_sampling_distribution(run):
+    assert run["log_probs_differ"] < 1e-4
+
+
+def test_time_budget(outcomes):
+    run = outcomes(0)
+    assert run["seconds"] < BUDGET_SECONDS
+    assert run["cpu_seconds"]["4.6"] < 60, "two cores for at most 30 s"
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_no_state_leaks(outcomes, switch):
+    run = outcomes(int(switch) + 1, LIST_TO_STACK=switch)
+    leaked = {name for name in run["leaked"] if name not in SET_BY_IMPORTS}
+    assert leaked == set(), run["leaked"]
+    assert not run["workspace_left"]
