@@ -3,12 +3,15 @@
 import os
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 DOCS = Path(__file__).parent
+PYPROJECT = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())
+REQUIREMENTS = PYPROJECT["project"]["dependencies"]
 sys.path.insert(0, str(DOCS))  # for gallery_hooks
 
-# The example runs without the hub, and its page shows what it prints, not the libraries' progress.
+# The example runs without the hub, and its page shows no progress bars.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TQDM_DISABLE"] = "1"
@@ -37,7 +40,7 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 nitpicky = True
 
-# Kept by hand, so that a build needs no network; test/test_docs.py imports every name in them.
+# Kept by hand, so that a build needs no network; test/test_docs.py imports every name.
 DOCS_OF = {
     "datasets": "https://huggingface.co/docs/datasets/en/",
     "tensordict": "https://docs.pytorch.org/tensordict/stable/",
@@ -50,6 +53,7 @@ intersphinx_mapping = {
     name: (url, f"_inventories/{name}.txt") for name, url in DOCS_OF.items()
 }
 
+NOTEBOOK_PANDOC = ["--to=gfm", "--wrap=none", f"--lua-filter={DOCS / 'notebook.lua'}"]
 sphinx_gallery_conf = {
     "examples_dirs": "../tutorials",
     "gallery_dirs": "tutorials",
@@ -57,9 +61,9 @@ sphinx_gallery_conf = {
     "abort_on_example_error": True,
     "capture_repr": ("_repr_html_",),
     "download_all_examples": False,
-    "first_notebook_cell": "%pip install -q torch torchrl tensordict trl transformers datasets matplotlib pandas",
+    "first_notebook_cell": "%pip install -q " + " ".join(f'"{r}"' for r in REQUIREMENTS),
     "image_srcset": ["2x"],
-    "pypandoc": {"extra_args": [f"--lua-filter={DOCS / 'notebook.lua'}"]},
+    "pypandoc": {"extra_args": NOTEBOOK_PANDOC},
     "reset_modules": ("matplotlib", "gallery_hooks.warnings_are_errors"),
     "show_signature": False,
     "write_computation_times": False,
@@ -80,7 +84,8 @@ html_context = {
     "default_mode": "auto",
     "edit_page_url_template": (
         "https://github.com/{{ repository }}/edit/main/"
-        "{{ file_name.replace('.rst', '.py') if file_name.startswith('tutorials/') else 'docs/' + file_name }}"
+        "{{ file_name.replace('.rst', '.py') if file_name.startswith('tutorials/')"
+        " else 'docs/' + file_name }}"
     ),
     "edit_page_provider_name": "GitHub",
     "repository": repository,

@@ -29,7 +29,7 @@ KIND = ("Gladly", "Of course", "With pleasure")
 
 
 def execute(script, folder):
-    """Run the script's cells, timing each, and keep a copy of the checkpoints they make."""
+    """Run the script's cells, timing each, and copy the checkpoints they make."""
     namespace = {"__name__": "__main__"}
     printed, seconds = io.StringIO(), {}
     title, lines = "setup", 0
@@ -121,6 +121,7 @@ def outcomes(ns, folder):
         "accuracy_before": ns["accuracy_before"],
         "accuracy_after": ns["accuracy_after"],
         "identical": ns["matching"],
+        "survives": ns["surviving"].tolist(),
         "share_before": share(ns["before"]),
         "share_after": share(ns["after"]),
         "trl_share_after": share(ns["trl_after"]),

@@ -1,10 +1,14 @@
 """What the script achieves, taken from its variables after runs in fresh processes."""
 
+import re
+
 import pytest
+from conftest import SCRIPT
 
 CANONICAL = [["tokens", "full"], ["masks", "all_attention_mask"]]
+CHECKPOINTS = ("checkpoint", "reward_checkpoint")
 BUDGET_SECONDS = 90
-SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))]
+SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))]
 
 
 @pytest.fixture(params=SEEDS)
@@ -51,6 +55,7 @@ def test_the_trained_model_scores_on_the_canonical_keys(run):
 
 def test_both_libraries_see_the_same_tokens(run):
     assert sum(run["identical"]) >= 8
+    assert run["identical"] == run["survives"]
     assert run["trl_ids_are_generated_ids"]
 
 
@@ -72,7 +77,7 @@ def test_advantages_are_grouped_by_prompt_within_an_iteration(run):
     assert run["groups_left_over"] == 0
     assert run["rows"] == 48
     assert run["reward_shape"] == run["advantage_shape"] == [48, 1, 1]
-    assert run["advantage_error"] < 1e-3
+    assert run["advantage_error"] < 0.01
 
 
 def test_the_loss_uses_the_sampling_distribution(run):
@@ -85,9 +90,26 @@ def test_time_budget(outcomes):
     assert run["cpu_seconds"]["4.6"] < 60, "two cores for at most 30 s"
 
 
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_no_state_leaks(outcomes, switch):
-    run = outcomes(int(switch) + 1, LIST_TO_STACK=switch)
-    leaked = {name for name in run["leaked"] if name not in SET_BY_IMPORTS}
-    assert leaked == set(), run["leaked"]
-    assert not run["workspace_left"]
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_state_leaks(outcomes, seed):
+    """Seed 0 runs under LIST_TO_STACK=0 and seed 1 under LIST_TO_STACK=1."""
+    leaked = outcomes(seed)["leaked"]
+    environment_before, environment_after = leaked.pop("environment")
+    environment_after.pop("LAZY_LEGACY_OP")  # set by importing torchrl
+    assert environment_after == environment_before
+    assert leaked.pop("start_method") == [None, "spawn"]  # likewise
+    home_before, home_after = leaked.pop("home")
+    new_files = set(home_after) - set(home_before)
+    assert all("/.cache/huggingface/datasets/" in path for path in new_files)
+    assert leaked == {}
+    assert not outcomes(seed)["workspace_left"]
+
+
+def test_real_checkpoints_take_the_toy_cell_s_place(journey, outcomes):
+    """What the boilerplate says: the cell can be replaced by two names."""
+    toy = re.search(r"(?ms)^def toy_conversations.*?(?=^# %%$)", SCRIPT.read_text())[0]
+    names = [f"{name} = {str(journey(0) / name)!r}" for name in CHECKPOINTS]
+    run = outcomes(2, edits=((toy, "\n".join([*names, ""])),))
+    assert run["accuracy_after"] >= 0.95
+    assert run["share_after"] >= 0.9
+    assert run["trl_share_after"] >= 0.9

@@ -650,7 +650,8 @@ def survives(rollouts):
     return torch.tensor([ids == ids_again for ids, ids_again in pairs])
 
 
-print(f"of the {len(rollouts)} rollouts of Part 1, {survives(rollouts).sum()} survive")
+surviving = survives(rollouts)
+print(f"of the {len(rollouts)} rollouts of Part 1, {surviving.sum()} survive")
 print(f"of the cut one, {survives(cut).sum()}")
 
 # %%
@@ -672,9 +673,7 @@ train_prompts = [prompt for prompt in USER_PROMPTS if prompt not in held_out_pro
 rollouts = collect(policy, USER_PROMPTS, answers=16)
 survivors = survives(rollouts)
 ended = (rollouts["tokens", "response"] == tokenizer.eos_token_id).any(-1)
-print(
-    f"{len(rollouts)} rollouts, of which {ended.sum()} ended and {survivors.sum()} survive"
-)
+print(f"{len(rollouts)} rollouts: {ended.sum()} ended, {survivors.sum()} survive")
 rollouts = rollouts[survivors]
 
 # %%

@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH, this lets a process and its children reach their own machine only."""
+"""On PYTHONPATH, this keeps a process and its children on their own machine."""
 
 import socket
 import sys
