@@ -1,5 +1,6 @@
 """Runs of the script and a build of the docs, each made once and shared by all tests."""
 
+import ast
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,3 +90,32 @@ def site(tmp_path_factory):
     environment = offline_environment(base / "home", GITHUB_REPOSITORY=REPOSITORY)
     run([*command, "docs", "html"], base, environment)
     return base / "html"
+
+
+@pytest.fixture(scope="session")
+def toy(journey):
+    """The script's functions, with the tokenizer, models and pairs of a finished run.
+
+    Imports and functions are taken from the script's source, so that tests use the code
+    that readers see; the journey itself is not run again.
+    """
+    kept = (ast.Import, ast.ImportFrom, ast.FunctionDef)
+    tree = ast.parse(SCRIPT.read_text())
+    tree.body = [node for node in tree.body if isinstance(node, kept)]
+    names = {}
+    exec(compile(tree, str(SCRIPT), "exec"), names)
+    folder = journey(0)
+    checkpoint = str(folder / "checkpoint")
+    names |= {
+        "SYSTEM_PROMPT": "You show visitors the way.",
+        "checkpoint": checkpoint,
+        "tokenizer": names["AutoTokenizer"].from_pretrained(checkpoint),
+        "trained": str(folder / "trained"),
+        **json.loads((folder / "pairs.json").read_text()),
+    }
+    names["sampling"] = {
+        "do_sample": True,
+        "top_k": len(names["tokenizer"]),
+        "max_new_tokens": 20,
+    }
+    return SimpleNamespace(**names)

@@ -375,9 +375,9 @@ stream = TorchRLBufferDataset(
     live, batch_size=1, keys=["query"], num_batches=None
 ).as_hf_dataset()
 live.extend(rollouts[:1].select("query"))
-print("one row:   ", {row["query"] for row in stream.take(50)})
+print("one row:  ", *sorted({row["query"] for row in stream.take(50)}))
 live.extend(rollouts[-1:].select("query"))
-print("a new row: ", {row["query"] for row in stream.take(50)})
+print("a new row:", *sorted({row["query"] for row in stream.take(50)}))
 
 # %%
 # The second line shows a prompt that was not in the buffer when the stream was made.
@@ -1073,7 +1073,7 @@ workspace.cleanup()
 #     * - ``use_cpu`` and ``bf16`` go; AdamW and a small learning rate come in for SGD
 #       - Buffers, streams, ``map`` at the border, ``score``, the loop
 #
-# **Limits.** The policy speaks in templates and the judge in two rules, so accuracies
+# **Limits.** The policy speaks in templates and the judge knows one rule, so accuracies
 # near 1 say that the plumbing is right, not that reward models are easy. The
 # conversations have one turn.
 #
