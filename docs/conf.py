@@ -69,8 +69,10 @@ sphinx_gallery_conf = {
     "write_computation_times": False,
 }
 html_theme = "pydata_sphinx_theme"
+html_favicon = "_static/favicon.svg"
 html_title = "TorchRL and TRL"
 html_show_sourcelink = False
+html_sidebars = {"**": []}  # few pages: the bar on top has them all
 html_theme_options = {
     "github_url": f"https://github.com/{repository}",
     "use_edit_page_button": True,

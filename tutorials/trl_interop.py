@@ -10,6 +10,7 @@ adapters join the libraries, and this page uses both: it ends with a policy that
 better against a reward model that was trained on the policy's own answers.
 
 .. grid:: 1 1 2 2
+    :gutter: 3
 
     .. grid-item-card:: What you will learn
 
