@@ -122,7 +122,7 @@ def outcomes(ns, folder):
         "accuracy_after": ns["accuracy_after"],
         "identical": ns["matching"],
         "survives": ns["surviving"].tolist(),
-        "share_before": share(ns["before"]),
+        "share_before": share(new_rollouts),
         "share_after": share(ns["after"]),
         "trl_share_after": share(ns["trl_after"]),
         "progress": ns["progress"],

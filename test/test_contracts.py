@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from tensordict import NonTensorStack, TensorDict, lazy_stack
+from datasets import Dataset
+from tensordict import NonTensorStack, TensorDict, lazy_stack, set_list_to_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
+from torchrl.data.llm import History
 from transformers import PrinterCallback
 from trl import (
     DPOConfig,
@@ -20,6 +22,7 @@ from trl import (
     SFTTrainer,
 )
 
+PROMPTS = ("Where is the museum?", "Sorry, can you tell me the way to the museum?")
 ON_CPU = {
     "max_steps": 2,
     "per_device_train_batch_size": 4,
@@ -116,24 +119,15 @@ def test_tensors_strings_and_nested_keys(toy):
     assert "tokens" not in out
 
 
-def test_trainer_refuses_the_torch_dataset(toy, tmp_path):
-    buffer = ReplayBuffer(storage=LazyStackStorage(10))
-    toy.store(buffer, toy.train_pairs[:4])
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        RewardTrainer(
-            model=toy.trained,
-            args=RewardConfig(output_dir=str(tmp_path), **ON_CPU),
-            train_dataset=toy.TorchRLBufferDataset(buffer, batch_size=4),
-            processing_class=toy.tokenizer,
-        )
+@pytest.fixture(scope="module")
+def policy_model(toy):
+    return toy.AutoModelForCausalLM.from_pretrained(toy.checkpoint).eval()
 
 
 @pytest.fixture(scope="module")
-def rollouts(toy):
-    policy = toy.make_policy(toy.AutoModelForCausalLM.from_pretrained(toy.checkpoint))
-    prompts = ("Where is the museum?", "Sorry, can you tell me the way to the museum?")
+def rollouts(toy, policy_model):
     torch.manual_seed(0)
-    return toy.collect(policy, prompts, answers=3)
+    return toy.collect(toy.make_policy(policy_model), PROMPTS, answers=3)
 
 
 def test_rollout_keys_shapes_and_types(toy, rollouts):
@@ -161,23 +155,121 @@ def test_reward_shapes(toy, rollouts):
     assert reward.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", ["[B]", "[B, 1]", "[B, 1, 1]"])
-def test_grpo_loss_takes_one_reward_shape(toy, rollouts, shape):
-    model = toy.AutoModelForCausalLM.from_pretrained(toy.checkpoint).eval()
-    loss_policy = toy.TransformersWrapper(
-        model,
+def loss_policy_of(toy, **kwargs):
+    return toy.TransformersWrapper(
+        toy.AutoModelForCausalLM.from_pretrained(toy.checkpoint).eval(),
         tokenizer=toy.tokenizer,
-        input_mode="tokens",
         generate=False,
         pad_output=True,
+        **kwargs,
     )
+
+
+def grpo_loss(toy, rollouts, *, advantage_dims=3, input_mode="tokens", recompute=True):
+    """The loss of rollouts, right unless one of the settings is changed."""
     data = rollouts.copy()
-    data["log_probs", "full"] = loss_policy(data.copy())["log_probs", "full"].detach()
-    advantage = torch.linspace(-1, 1, 6)
-    data["advantage"] = advantage.reshape(6, *[1] * shape.count("1"))
-    loss = toy.GRPOLoss(loss_policy, entropy_bonus=False)
-    if shape == "[B, 1, 1]":
-        assert loss(data).loss_objective.isfinite()
-    else:
-        with pytest.raises((RuntimeError, ValueError)):
-            loss(data)
+    if recompute:
+        policy = loss_policy_of(toy, input_mode="tokens")
+        data["log_probs", "full"] = toy.log_probs_of(policy, data)
+    advantage = torch.linspace(-1, 1, len(data))
+    data["advantage"] = advantage.reshape(-1, *[1] * (advantage_dims - 1))
+    policy = loss_policy_of(
+        toy, input_mode=input_mode, chat_template=toy.tokenizer.chat_template
+    )
+    with set_list_to_stack(True):
+        return toy.GRPOLoss(policy, entropy_bonus=False)(data).loss_objective
+
+
+def test_grpo_loss_takes_one_reward_shape(toy, rollouts):
+    assert grpo_loss(toy, rollouts).isfinite()
+    with pytest.raises(ValueError, match="the same number of dimensions"):
+        grpo_loss(toy, rollouts, advantage_dims=2)
+    with pytest.raises(RuntimeError, match="invalid slice"):
+        grpo_loss(toy, rollouts, advantage_dims=1)
+
+
+def preference_trainer(toy, dataset, tmp_path, **settings):
+    return RewardTrainer(
+        model=toy.trained,
+        args=RewardConfig(output_dir=str(tmp_path), **ON_CPU | settings),
+        train_dataset=dataset,
+        processing_class=toy.tokenizer,
+    )
+
+
+@pytest.fixture
+def adapter(toy):
+    buffer = ReplayBuffer(storage=LazyStackStorage(10))
+    toy.store(buffer, toy.train_pairs[:4])
+    return toy.TorchRLBufferDataset(buffer, batch_size=4, num_batches=None)
+
+
+def test_error_message_lists_as_stacks(toy, adapter, tmp_path):
+    trainer = preference_trainer(toy, adapter.as_hf_dataset(), tmp_path)
+    with pytest.raises(AttributeError, match="'NonTensorStack' object has no attribute"):
+        trainer.train()
+
+
+def test_error_adapter_instead_of_dataset(toy, adapter, tmp_path):
+    with pytest.raises(TypeError, match="dataset"):
+        preference_trainer(toy, adapter, tmp_path)
+
+
+def test_error_no_end(toy, adapter, tmp_path):
+    dataset = adapter.as_hf_dataset().map(toy.plain_lists)
+    with pytest.raises(ValueError, match="max_steps"):
+        preference_trainer(toy, dataset, tmp_path, max_steps=-1)
+
+
+def test_error_workers(toy, adapter, tmp_path):
+    dataset = adapter.as_hf_dataset().map(toy.plain_lists)
+    trainer = preference_trainer(toy, dataset, tmp_path, dataloader_num_workers=1)
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        trainer.train()
+
+
+def test_error_ragged_rows(toy, rollouts):
+    buffer = ReplayBuffer(storage=LazyStackStorage(10))
+    rows = [TensorDict(query="who?", ids=torch.arange(n)) for n in (2, 3)]
+    buffer.extend(lazy_stack(rows))
+    stream = toy.TorchRLBufferDataset(buffer, batch_size=8, keys=["query"])
+    with pytest.raises(RuntimeError, match="Failed to stack tensors"):
+        next(iter(stream))
+
+
+def test_error_conversation_outside_of_the_switch(toy, rollouts):
+    with set_list_to_stack(False), pytest.raises(RuntimeError, match="list_to_stack"):
+        History.from_chats([toy.train_pairs[0]["prompt"]])
+
+
+def test_error_log_probs_not_recomputed(toy, rollouts):
+    with pytest.raises(KeyError, match="log_probs"):
+        grpo_loss(toy, rollouts, recompute=False)
+
+
+def test_error_loss_in_history_mode(toy, policy_model):
+    cut = toy.collect(toy.make_policy(policy_model, max_new_tokens=5), PROMPTS, answers=2)
+    with pytest.raises(ValueError, match="Mask shape"):
+        grpo_loss(toy, cut, input_mode="history")
+
+
+def test_error_no_step_counter(toy, rollouts):
+    rollouts = rollouts.clone()
+    rollouts["next", "done"] = torch.zeros_like(rollouts["next", "done"])
+    rollouts["next", "reward"] = torch.zeros(len(rollouts), 1, 1)
+    with pytest.raises(RuntimeError, match="Expected the trajectory to be done"):
+        toy.MCAdvantage(grpo_size=3).inv(rollouts[:1])
+
+
+def test_error_model_only_in_memory(toy, tmp_path):
+    model = toy.AutoModelForCausalLM.from_config(
+        toy.AutoModelForCausalLM.from_pretrained(toy.checkpoint).config
+    )
+    model.config._name_or_path = ""
+    with pytest.raises(OSError, match="Repo id"):
+        DPOTrainer(
+            model=model,
+            args=DPOConfig(output_dir=str(tmp_path), **ON_CPU),
+            train_dataset=Dataset.from_list(toy.train_pairs[:4]),
+            processing_class=toy.tokenizer,
+        )

@@ -6,11 +6,14 @@ page, which names the test in its source, is to be changed.
 
 import copy
 import logging
+import time
 
 import pytest
 import torch
 from datasets import Dataset
-from tensordict import TensorDict, lazy_stack, set_list_to_stack
+from tensordict import TensorDict, lazy_stack, list_to_stack, set_list_to_stack
+from tokenizers.decoders import ByteLevel, Replace, Sequence
+from tokenizers.processors import TemplateProcessing
 from torchrl.data import (
     LazyMemmapStorage,
     LazyStackStorage,
@@ -70,6 +73,16 @@ def scores(model, ids, mask=None):
     return model(input_ids=ids, attention_mask=mask).logits[:, 0]
 
 
+def policy_of(toy, model, tokenizer):
+    return toy.TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        pad_output=True,
+        generate_kwargs=toy.sampling,
+    )
+
+
 def trainer(toy, model, rows, tmp_path, tokenizer=None, **settings):
     return RewardTrainer(
         model=model,
@@ -112,15 +125,8 @@ def test_template_chosen_by_name(tokenizer, conversations):
 
 def test_pad_token_that_is_the_end_token(toy, tokenizer, policy_model):
     tokenizer.pad_token = tokenizer.eos_token
-    policy = toy.TransformersWrapper(
-        policy_model,
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
-        pad_output=True,
-        generate_kwargs=toy.sampling,
-    )
     torch.manual_seed(0)
-    wrong = toy.collect(policy, PROMPTS, answers=2)
+    wrong = toy.collect(policy_of(toy, policy_model, tokenizer), PROMPTS, answers=2)
     end = tokenizer.eos_token_id
     masks = wrong["masks", "all_attention_mask"]
     assert not (wrong["tokens", "full"][masks] == end).any(), "no end token is left"
@@ -181,6 +187,65 @@ def test_reward_model_without_pad_token(toy, rollouts, reward_model):
     assert (scores(model, padded) - right).abs() > 0.01
 
 
+def test_tokenizer_that_adds_a_first_token(toy, tokenizer, policy_model):
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<|im_start|>", "{% if not loop.first %}<|im_start|>{% endif %}", 1
+    )
+    first, pad = tokenizer.bos_token_id, tokenizer.pad_token_id
+    processing = {"single": f"{tokenizer.bos_token} $A"}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        **processing, special_tokens=[(tokenizer.bos_token, first)]
+    )
+    assert tokenizer("a")["input_ids"][0] == first
+    torch.manual_seed(0)
+    wrong = toy.collect(policy_of(toy, policy_model, tokenizer), PROMPTS, answers=1)
+    ids, masks = wrong["tokens", "full"][0], wrong["masks", "all_attention_mask"][0]
+    shorter_by = len(tokenizer(PROMPTS[1])["input_ids"]) - len(
+        tokenizer(PROMPTS[0])["input_ids"]
+    )
+    assert (ids[:shorter_by] == first).all(), "the padding is this token"
+    assert masks[:shorter_by].all(), "and is attended to"
+    right = toy.collect(toy.make_policy(policy_model), PROMPTS, answers=1)
+    ids, masks = right["tokens", "full"][0], right["masks", "all_attention_mask"][0]
+    assert (ids[:shorter_by] == pad).all()
+    assert not masks[:shorter_by].any()
+
+
+def test_tokenizer_that_decodes_otherwise(toy, tokenizer, policy_model):
+    decoders = [ByteLevel(), Replace("the way", "theway")]
+    for decoder, same in ((decoders[0], True), (Sequence(decoders), False)):
+        tokenizer.backend_tokenizer.decoder = decoder
+        policy = policy_of(toy, policy_model, tokenizer)
+        torch.manual_seed(0)
+        rollouts = toy.collect(policy, PROMPTS[:1], answers=4)
+        texts = [str(text) for text in rollouts["text", "response"]]
+        for text, answer in zip(texts, toy.answers_of(rollouts), strict=True):
+            assert answer.endswith(".")
+            assert text.startswith(answer) is same
+
+
+def test_template_with_a_newline_after_the_answer(toy, tokenizer, rollouts, tmp_path):
+    pair = toy.train_pairs[0]
+    own = toy.tokenizer.chat_template
+    newline = own.replace("{% endgeneration %}", "\n{% endgeneration %}")
+    for template, last in ((own, "<|im_end|>"), (newline, "Ċ")):
+        tokenizer.chat_template = template
+        trained_on = trainer(toy, toy.trained, [pair], tmp_path, tokenizer).train_dataset
+        ids = trained_on["chosen_ids"][0]
+        assert tokenizer.convert_ids_to_tokens(ids)[-1] == last
+    ids = rollouts["tokens", "full"][0][rollouts["masks", "all_attention_mask"][0]]
+    assert tokenizer.convert_ids_to_tokens(ids.tolist())[-1] == "<|im_end|>"
+
+
+def test_cut_answer_gets_an_end_token(toy, policy_model):
+    cut = toy.collect(toy.make_policy(policy_model, max_new_tokens=5), PROMPTS, answers=1)
+    again = encode(toy.tokenizer, toy.messages(cut, "full"))["input_ids"]
+    end = toy.tokenizer.eos_token_id
+    assert (again == end).sum() == (cut["tokens", "full"] == end).sum() + 2
+    assert not toy.survives(cut).any()
+
+
 def test_pairs_of_strings(toy, tmp_path):
     pair = toy.train_pairs[0]
     strings = {name: pair[name][-1]["content"] for name in pair}
@@ -220,8 +285,7 @@ def test_first_generated_token_has_log_probability_zero(toy, rollouts, policy_mo
     )
     reported = rollouts["log_probs", "response"]
     length = reported.shape[1]
-    with torch.no_grad():
-        right = loss_policy(rollouts.copy())["log_probs", "full"][:, -length:]
+    right = toy.log_probs_of(loss_policy, rollouts)[:, -length:]
     assert (reported[:, 0] == 0).all()
     assert (right[:, 0] < -0.1).any()
     mask = rollouts["masks", "all_attention_mask"][:, -length + 1 :]
@@ -307,6 +371,14 @@ def test_reward_keeps_its_graph(toy, rollouts, reward_model):
     scorer = toy.HFRewardModelWrapper(reward_model, inference_mode=True)
     assert not toy.score(scorer, rollouts).requires_grad
 
+    model = copy.deepcopy(reward_model)
+    weight = torch.ones((), requires_grad=True)
+    reward = toy.score(toy.HFRewardModelWrapper(model), rollouts).mean()
+    (weight * reward).backward()
+    assert any(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        (weight * reward).backward()
+
 
 def test_add_stores_a_batch_as_one_row(toy):
     with set_list_to_stack(True):
@@ -315,6 +387,37 @@ def test_add_stores_a_batch_as_one_row(toy):
             buffer = ReplayBuffer(storage=LazyStackStorage(10))
             getattr(buffer, method)(batch)
             assert len(buffer) == length
+
+
+@pytest.mark.parametrize(("drop_last", "lengths"), [(False, [64, 16]), (True, [64, 64])])
+def test_last_batch_of_a_permutation_is_short(drop_last, lengths):
+    sampler = SamplerWithoutReplacement(drop_last=drop_last)
+    buffer = ReplayBuffer(storage=LazyStackStorage(80), sampler=sampler, batch_size=64)
+    buffer.extend(lazy_stack([TensorDict(number=n) for n in range(80)]))
+    assert [len(buffer.sample()) for _ in lengths] == lengths
+
+
+def test_wrapping_a_full_buffer_pickles_it(toy):
+    seconds = {}
+    for name in ("empty", "full"):
+        buffer = ReplayBuffer(storage=LazyStackStorage(2000))
+        if name == "full":
+            toy.store(buffer, toy.train_pairs[:100] * 10)
+        adapter = toy.TorchRLBufferDataset(buffer, batch_size=1)
+        start = time.process_time()
+        adapter.as_hf_dataset()
+        seconds[name] = time.process_time() - start
+    assert seconds["full"] > 5 * seconds["empty"]
+
+
+def test_switch_that_stays_on():
+    with set_list_to_stack(False):
+        with set_list_to_stack(True):
+            assert list_to_stack()
+        assert not list_to_stack()
+        switch = set_list_to_stack(True)
+        switch.set()
+        assert list_to_stack(), "nothing sets it back"
 
 
 def test_memmap_returns_the_first_text_for_every_row():

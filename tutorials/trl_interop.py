@@ -155,9 +155,9 @@ def toy_tokenizer(texts):
     )
 
 
-def fit(model, inputs, labels, steps):
+def fit(model, inputs, labels, *, lr, steps):
     """Train a model on random batches of 32 rows."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         rows = torch.randint(len(labels), (32,))
         model(
@@ -196,12 +196,12 @@ config = LlamaConfig(
 )
 language_model = LlamaForCausalLM(config)
 answer_ids = encoded["input_ids"].where(answer_mask, -100)
-fit(language_model, encoded, answer_ids, steps=300)
+fit(language_model, encoded, answer_ids, lr=3e-3, steps=300)
 language_model.save_pretrained(checkpoint)
 tokenizer.save_pretrained(checkpoint)
 
 classifier = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
-fit(classifier, encoded, torch.tensor(courtesy), steps=60)
+fit(classifier, encoded, torch.tensor(courtesy), lr=1e-3, steps=100)
 classifier.save_pretrained(reward_checkpoint)
 
 # %%
@@ -322,8 +322,7 @@ for prompt, answer in islice(questions_and_answers, 0, None, 3):
     print(f"{prompt}\n    {answer}")
 
 # %%
-# Sentences of mixed quality: some kind, some rude, some garbled, as a young policy
-# writes them.
+# Sentences of mixed quality, some kind and some rude: a policy with room to improve.
 #
 # 1.3 Look into a buffer as TRL would
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -656,9 +655,9 @@ print(f"of the {len(rollouts)} rollouts of Part 1, {surviving.sum()} survive")
 print(f"of the cut one, {survives(cut).sum()}")
 
 # %%
-# The test agrees with TRL's count in 3.1, and the rest of the page keeps only what passes
-# it. If nothing passes, look at the template: save the tokenizer with one that ends an
-# answer with its end token.
+# The test agrees with TRL's count in 3.1, and the pairs of Part 4 are made only from what
+# passes it. If nothing passes, look at the template: save the tokenizer with one that
+# ends an answer with its end token.
 #
 # Part 4: End to end
 # ------------------
@@ -773,7 +772,6 @@ trainer = RewardTrainer(
 trainer.remove_callback(PrinterCallback)
 scorer = HFRewardModelWrapper(reward_model, inference_mode=True)
 new_rollouts = collect(policy, held_out_prompts, answers=16)
-new_rollouts = new_rollouts[survives(new_rollouts)]
 
 scores_before = score(scorer, new_rollouts)
 accuracy_before = trainer.evaluate()["eval_accuracy"]
@@ -853,13 +851,16 @@ print("reward:", tuple(new_rollouts["next", "reward"].shape))
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # Now the scores get to work. :class:`~torchrl.objectives.llm.GRPOLoss` raises the
-# probability of answers that scored above the mean of their prompt's group, an
-# advantage that
-# :class:`~torchrl.objectives.llm.MCAdvantage` computes while the buffer is filled. The
-# collector calls ``annotate`` on each batch, which adds what the loss needs: the
+# probability of answers that scored above the mean of their prompt's group, an advantage
+# that :class:`~torchrl.objectives.llm.MCAdvantage` computes while the buffer is filled.
+# The collector calls ``annotate`` on each batch, which adds what the loss needs: the
 # reward, the log-probabilities under the policy that sampled, and those under a frozen
-# copy of the first policy, the reference. ``kl_to_ref_coeff`` holds the policy near
-# that reference.
+# copy of the first policy, the reference, from which ``kl_to_ref_coeff`` lets the policy
+# stray only so far.
+#
+# The reward is the score, clipped. Advantages are measured in standard deviations of the
+# group, so where all its answers are good, 2.82 against 2.81 would count as much as good
+# against bad. Clipped, both are 1.
 
 token_mode = {"tokenizer": tokenizer, "input_mode": "tokens", "pad_output": True}
 loss_policy = TransformersWrapper(model, generate=False, **token_mode)
@@ -867,23 +868,30 @@ first_model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
 reference = TransformersWrapper(first_model, generate=False, **token_mode)
 
 
-@set_list_to_stack(True)
+def reward_of(rollouts):
+    """The reward model's score, clipped to -1 and 1."""
+    return score(scorer, rollouts).clamp(-1, 1)
+
+
 @torch.no_grad()
+def log_probs_of(policy, rollouts):
+    """The log-probability of each token under a policy."""
+    return policy(rollouts.select("tokens", "masks"))["log_probs", "full"]
+
+
+@set_list_to_stack(True)
 def annotate(rollouts):
     """Add log-probabilities and rewards to a batch from the collector."""
-    current, first = loss_policy(rollouts.copy()), reference(rollouts.copy())
-    rollouts["log_probs", "full"] = current["log_probs", "full"]
-    rollouts["next", "ref_log_probs", "full"] = first["log_probs", "full"]
-    rollouts["next", "reward"] = score(scorer, rollouts)[:, None, None]
+    rollouts["log_probs", "full"] = log_probs_of(loss_policy, rollouts)
+    rollouts["next", "ref_log_probs", "full"] = log_probs_of(reference, rollouts)
+    rollouts["next", "reward"] = reward_of(rollouts)[:, None, None]
     return rollouts
 
 
-before = collect(policy, held_out_prompts, answers=16)
-annotate(before)
-sampled = before["log_probs", "response"][:, 1:]
+sampled = new_rollouts["log_probs", "response"][:, 1:]
 answer_tokens = slice(-sampled.shape[-1], None)
-differences = sampled - before["log_probs", "full"][:, answer_tokens]
-generated = before["masks", "all_attention_mask"][:, answer_tokens]
+differences = sampled - log_probs_of(loss_policy, new_rollouts)[:, answer_tokens]
+generated = new_rollouts["masks", "all_attention_mask"][:, answer_tokens]
 print(f"sampled and recomputed differ by up to {differences[generated].abs().max():.0e}")
 
 # %%
@@ -901,7 +909,7 @@ grpo_buffer = ReplayBuffer(
     transform=MCAdvantage(grpo_size=8),
 )
 loss_module = GRPOLoss(loss_policy, entropy_bonus=False, kl_to_ref_coeff=0.1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 progress = []
 
 with set_list_to_stack(True):
@@ -924,38 +932,56 @@ with set_list_to_stack(True):
         grpo_buffer.empty()
 
 after = collect(policy, held_out_prompts, answers=16)
-share_before, share_after = liked_share(before), liked_share(after)
+share_before, share_after = liked_share(new_rollouts), liked_share(after)
 print(f"on held-out prompts the judge likes {share_before:.0%}, then {share_after:.0%}")
 
 # %%
 # The judge took no part in the training, and these prompts none either: the policy
-# learned the judge's taste from the reward model alone.
+# learned the judge's taste from the reward model alone. Was the reward a good guide all
+# the way?
 
 reward_curve, judge_curve = zip(*progress, strict=True)
-figure, left = plt.subplots(figsize=(7, 3.4), layout="constrained")
+figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
 figure.suptitle("The policy improves: reward and the judge's share rise together")
-left.plot(reward_curve, ".-", color="tab:blue", label="mean reward (left axis)")
-left.set(xlabel="iteration", ylabel="reward")
-right = left.twinx()
-right.plot(judge_curve, ".-", color="tab:green", label="liked by the judge (right axis)")
-right.set(ylabel="share of answers", ylim=(0, 1.05))
-figure.legend(loc="outside lower center", ncols=2)
+left.plot(reward_curve, ".-")
+left.set(xlabel="iteration", ylabel="mean reward", ylim=(-1.05, 1.05))
+right.plot(judge_curve, ".-", color="tab:green")
+right.set(xlabel="iteration", ylabel="share of answers liked", ylim=(0, 1.05))
 plt.show()
 
-print(before["query"][0])
-for name, answered in (("before", before), ("after", after)):
+print(new_rollouts["query"][0])
+for name, answered in (("before", new_rollouts), ("after", after)):
     print(f"\n{name}")
     for answer in answers_of(answered)[:6]:
         print(f"    {answer}")
 
 # %%
-# Reward and judge rise together, which need not be so: a policy climbs the reward, not
-# the judge. Six answers to one held-out prompt, before and after, show what changed:
-# the tone.
+# It was: reward and judge rise together. And the answers to one held-out prompt show that
+# what changed is the tone.
 #
-# How far can the reward model be trusted? Here are answers that no rollout looks like,
-# with the reward, the judge's word, and the log-probability that the reference gives
-# them.
+# That need not be so, for a policy climbs the reward, not the judge. Here are answers
+# that no rollout looks like, with the reward, the judge's word, and the log-probability
+# that the reference gives them.
+
+
+def as_rollouts(conversations):
+    """Tokenize conversations into the entries that a rollout has."""
+    encoded = tokenizer.apply_chat_template(
+        conversations,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    return TensorDict(
+        tokens=TensorDict(full=encoded["input_ids"]),
+        masks=TensorDict(
+            all_attention_mask=encoded["attention_mask"].bool(),
+            all_assistant_mask=encoded["assistant_masks"].bool(),
+        ),
+        batch_size=len(conversations),
+    )
+
 
 probes = [
     "Gladly, the museum is left, follow the signs.",
@@ -965,47 +991,44 @@ probes = [
     "Ugh, with pleasure, of course, gladly.",
     "follow the signs. follow the signs.",
 ]
-prompt = messages(before, "prompt")[0]
-encoded = tokenizer.apply_chat_template(
-    [[*prompt, {"role": "assistant", "content": probe}] for probe in probes],
-    padding=True,
-    return_tensors="pt",
-    return_dict=True,
-    return_assistant_tokens_mask=True,
+prompt = messages(new_rollouts, "prompt")[0]
+probed = as_rollouts(
+    [[*prompt, {"role": "assistant", "content": probe}] for probe in probes]
 )
-probed = TensorDict(
-    tokens=TensorDict(full=encoded["input_ids"]),
-    masks=TensorDict(
-        all_attention_mask=encoded["attention_mask"].bool(),
-        all_assistant_mask=encoded["assistant_masks"].bool(),
-    ),
-    batch_size=len(probes),
-)
-annotate(probed)
-log_probs = probed["next", "ref_log_probs", "full"]
-log_probs = log_probs.where(probed["masks", "all_assistant_mask"], 0).sum(-1)
-probe_rewards = probed["next", "reward"].flatten()
+answer_mask = probed["masks", "all_assistant_mask"]
+log_probs = log_probs_of(reference, probed).where(answer_mask, 0).sum(-1)
 print("reward  judge  log-probability  answer")
-for reward, log_prob, probe in zip(probe_rewards, log_probs, probes, strict=True):
+for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=True):
     judge = "likes" if is_courteous(probe) else "-"
     print(f"{reward:6.1f}  {judge:<5}  {log_prob:15.1f}  {probe}")
 
 # %%
-# On the first two rows, answers like those in the pairs, reward and judge agree. On
-# kind words strung together they do not: the judge has no liking for them, and the
-# reward model pays as much as for a courteous sentence, since no pair ever taught it
-# better. A policy that found such text would be paid for nonsense. The last column is
-# what keeps it honest: to the reference these answers are next to impossible, and the
-# KL term charges the policy for going where the reference does not. The lasting cure is
-# more pairs, made from what the policy writes now.
+# On the first two rows, answers like those in the pairs, reward and judge agree. On kind
+# words strung together they do not: no pair taught the reward model better, and it pays
+# for them as for a courteous sentence. A policy that found such text would be paid for
+# nonsense. Clipping sees to it that it is not paid more, and the KL term to what the last
+# column shows: to the reference these answers are next to impossible, and going where
+# the reference does not go is charged for. The lasting cure is more pairs, made from what
+# the policy writes now.
 #
 # 4.7 Improve the policy with TRL
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
-# The same reward model serves :class:`~trl.GRPOTrainer`, which generates its own answers
-# and so needs a stream of prompts only, from a buffer like the one in 4.3. The settings
-# are those of 4.6, by TRL's names: 48 answers a step, 8 to a prompt, sampled from the
-# whole vocabulary, and ``beta`` for the KL term.
+# The same reward serves :class:`~trl.GRPOTrainer`. It generates its own answers, and so
+# needs a stream of prompts only, from a buffer like the one in 4.3; and it calls its
+# reward function with messages, which ``as_rollouts`` brings to where ``reward_of`` reads.
+# The settings are those of 4.6 by TRL's names: 48 answers a step, 8 to a prompt, sampled
+# from the whole vocabulary, and ``beta`` for the KL term.
+
+
+def trl_reward(prompts, completions, **kwargs):
+    """The reward of 4.6, in the form that GRPOTrainer calls: lists of messages in."""
+    conversations = [
+        prompt + completion
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return reward_of(as_rollouts(conversations)).tolist()
+
 
 prompt_buffer = ReplayBuffer(storage=LazyStackStorage(100))
 prompt_stream = trl_dataset(prompt_buffer, ["prompt"], batch_size=6, num_batches=None)
@@ -1014,11 +1037,11 @@ store(prompt_buffer, [{"prompt": row["prompt"]} for row in train_pairs])
 trl_model = AutoModelForCausalLM.from_pretrained(checkpoint)
 trainer = GRPOTrainer(
     model=trl_model,
-    reward_funcs=reward_model,
+    reward_funcs=trl_reward,
     args=GRPOConfig(
         **shared_settings,
         max_steps=16,
-        learning_rate=0.3,
+        learning_rate=0.2,
         optim="sgd",
         lr_scheduler_type="constant",
         per_device_train_batch_size=48,
@@ -1029,7 +1052,6 @@ trainer = GRPOTrainer(
     ),
     train_dataset=prompt_stream,
     processing_class=tokenizer,
-    reward_processing_classes=tokenizer,
 )
 trainer.remove_callback(PrinterCallback)
 trainer.train()
