@@ -44,6 +44,8 @@ def execute(script, folder):
         for name in ("checkpoint", "reward_checkpoint"):
             if name in namespace and not (folder / name).exists():
                 shutil.copytree(namespace[name], folder / name)
+        if title == "2.2" and "first_answers" not in namespace:
+            namespace["first_answers"] = texts(namespace["rollouts"])
     return namespace, printed.getvalue(), seconds
 
 
@@ -118,6 +120,8 @@ def outcomes(ns, folder):
     bare = bare_scores(reward_model, new_rollouts)
     advantage = batch["advantage"].flatten()
     return {
+        "first_rewards": ns["rewards"].tolist(),
+        "first_answers_kind": [answer.startswith(KIND) for answer in ns["first_answers"]],
         "accuracy_before": ns["accuracy_before"],
         "accuracy_after": ns["accuracy_after"],
         "identical": ns["matching"],

@@ -23,6 +23,11 @@ def test_reward_model_learns_held_out_prompts(run):
     assert run["score_margin"] > 2
 
 
+def test_ready_made_classifier_ranks_the_first_rollouts(run):
+    for reward, kind in zip(run["first_rewards"], run["first_answers_kind"], strict=True):
+        assert (reward > 0.5) is kind
+
+
 def test_policy_improves_by_the_judge(run):
     assert run["share_before"] <= 0.5
     assert run["share_after"] >= 0.9
