@@ -1017,8 +1017,8 @@ for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=
 # The same reward serves :class:`~trl.GRPOTrainer`. It generates its own answers, and so
 # needs a stream of prompts only, from a buffer like the one in 4.3; and it calls its
 # reward function with messages, which ``as_rollouts`` brings to where ``reward_of``
-# reads. The settings are those of 4.6 by TRL's names: 48 answers a step, 8 to a prompt, sampled
-# from the whole vocabulary, and ``beta`` for the KL term.
+# reads. The settings are those of 4.6 by TRL's names: 48 answers a step, 8 to a prompt,
+# sampled from the whole vocabulary, and ``beta`` for the KL term.
 
 
 def trl_reward(prompts, completions, **kwargs):
