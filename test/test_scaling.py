@@ -60,7 +60,6 @@ def test_ray_collects_and_trl_trains(journey, tmp_path):
     environment = offline_environment(tmp_path / "home", RAY_AUTH_MODE="disabled")
     environment |= {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "180",
         "TMPDIR": "/tmp",  # short socket paths
     }
     checkpoint = journey(0) / "checkpoint"
