@@ -899,13 +899,13 @@ print(f"sampled and recomputed differ by up to {differences[generated].abs().max
 # comparison leaves out each answer's first token, for which TorchRL 0.14's generating
 # policy reports 0: a reason more to let ``annotate`` compute them.)
 #
-# Each iteration collects 8 answers to each of 6 prompts, takes one step of plain
+# Each iteration collects 8 answers to each of 4 prompts, takes one step of plain
 # gradient descent, and throws the answers away, since they are the old policy's.
 
 grpo_buffer = ReplayBuffer(
-    storage=LazyStackStorage(48),
+    storage=LazyStackStorage(32),
     sampler=SamplerWithoutReplacement(),
-    batch_size=48,
+    batch_size=32,
     transform=MCAdvantage(grpo_size=8),
 )
 loss_module = GRPOLoss(loss_policy, entropy_bonus=False, kl_to_ref_coeff=0.1)
@@ -917,8 +917,8 @@ with set_list_to_stack(True):
         policy,
         train_prompts,
         answers=8,
-        prompts_per_batch=6,
-        batches=16,
+        prompts_per_batch=4,
+        batches=24,
         replay_buffer=grpo_buffer,
         postproc=annotate,
     ):
@@ -1017,7 +1017,7 @@ for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=
 # The same reward serves :class:`~trl.GRPOTrainer`. It generates its own answers, and so
 # needs a stream of prompts only, from a buffer like the one in 4.3; and it calls its
 # reward function with messages, which ``as_rollouts`` brings to where ``reward_of``
-# reads. The settings are those of 4.6 by TRL's names: 48 answers a step, 8 to a prompt,
+# reads. The settings are those of 4.6 by TRL's names: 32 answers a step, 8 to a prompt,
 # sampled from the whole vocabulary, and ``beta`` for the KL term.
 
 
@@ -1031,7 +1031,7 @@ def trl_reward(prompts, completions, **kwargs):
 
 
 prompt_buffer = ReplayBuffer(storage=LazyStackStorage(100))
-prompt_stream = trl_dataset(prompt_buffer, ["prompt"], batch_size=6, num_batches=None)
+prompt_stream = trl_dataset(prompt_buffer, ["prompt"], batch_size=4, num_batches=None)
 store(prompt_buffer, [{"prompt": row["prompt"]} for row in train_pairs])
 
 trl_model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -1040,11 +1040,11 @@ trainer = GRPOTrainer(
     reward_funcs=trl_reward,
     args=GRPOConfig(
         **shared_settings,
-        max_steps=16,
+        max_steps=24,
         learning_rate=0.2,
         optim="sgd",
         lr_scheduler_type="constant",
-        per_device_train_batch_size=48,
+        per_device_train_batch_size=32,
         num_generations=8,
         max_completion_length=sampling["max_new_tokens"],
         top_k=0,

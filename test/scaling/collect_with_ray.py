@@ -15,7 +15,7 @@ from torchrl.collectors.llm import RayLLMCollector
 from torchrl.data import LazyStackStorage, RayReplayBuffer
 from torchrl.envs import InitTracker, StepCounter
 from torchrl.envs.llm import DatasetChatEnv
-from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm import TorchRLBufferDataset, TransformersWrapper
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
@@ -62,7 +62,7 @@ collector = RayLLMCollector(
     replay_buffer=buffer.client(),  # the buffer itself cannot be sent to the collector
     remote_config={"num_cpus": 1, "num_gpus": 0},
 )
-while len(buffer) < 16:  # iterating the collector would not end
+while len(buffer) < 16:
     collector.next()
 
 with set_list_to_stack(True):
@@ -88,7 +88,12 @@ trainer = SFTTrainer(
     processing_class=AutoTokenizer.from_pretrained(checkpoint),
 )
 trainer.train()
+refusal = ""
+try:
+    TorchRLBufferDataset(buffer, batch_size=4).as_hf_dataset()
+except TypeError as error:
+    refusal = str(error)
 collector.shutdown()
 ray.shutdown()
-result = {"rows": rows, "steps": trainer.state.global_step}
+result = {"refusal": refusal, "rows": rows, "steps": trainer.state.global_step}
 Path(folder, "ray.json").write_text(json.dumps(result))
