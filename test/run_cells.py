@@ -81,18 +81,17 @@ def bare_scores(model, rollouts):
         )
 
 
-def group_advantages(batch):
-    """Advantages recomputed from the rewards of a batch, prompt by prompt."""
-    rewards, queries = batch["next", "reward"].flatten(), list(batch["query"])
-    expected = torch.empty_like(rewards)
-    for query in set(queries):
-        rows = torch.tensor([other == query for other in queries])
-        group = rewards[rows].reshape(-1, 8) if rows.sum() == 8 else None
-        if group is None:  # one prompt twice in a batch: two groups, not told apart here
-            expected[rows] = batch["advantage"].flatten()[rows]
-        else:
-            expected[rows] = ((group - group.mean()) / group.std().clamp_min(1e-6))[0]
-    return expected
+@set_list_to_stack(True)
+def advantages(ns):
+    """Advantages from the script's buffer for its first answers, and recomputed ones."""
+    buffer = ns["grpo_buffer"]
+    buffer.empty()
+    buffer.extend(ns["annotate"](ns["new_rollouts"][:32].copy()))
+    rows = buffer[:]
+    groups = rows["next", "reward"].reshape(-1, 8)
+    centered = groups - groups.mean(-1, keepdim=True)
+    expected = centered / groups.std(-1, keepdim=True).clamp_min(1e-6)
+    return rows["advantage"].flatten(), expected.flatten()
 
 
 def tokenized_by_trl(namespace, pairs, folder):
@@ -118,7 +117,6 @@ def outcomes(ns, folder):
     prompts = {row["prompt"][-1]["content"] for row in ns["train_pairs"]}
     held_out = {row["prompt"][-1]["content"] for row in ns["held_out_pairs"]}
     bare = bare_scores(reward_model, new_rollouts)
-    advantage = batch["advantage"].flatten()
     return {
         "first_rewards": ns["rewards"].tolist(),
         "first_answers_kind": [answer.startswith(KIND) for answer in ns["first_answers"]],
@@ -162,7 +160,6 @@ def outcomes(ns, folder):
         "reward_shape": list(batch["next", "reward"].shape),
         "rows": len(batch),
         "advantage_shape": list(batch["advantage"].shape),
-        "advantage_error": (advantage - group_advantages(batch)).abs().max().item(),
         "groups_left_over": len(ns["grpo_buffer"].transform[0].queues),
         "log_probs_differ": ns["differences"][ns["generated"]].abs().max().item(),
         "reward_model_moved_in_training": moved(reward_model, ns["first_model"]),
@@ -206,6 +203,8 @@ if __name__ == "__main__":
     namespace, printed, seconds = execute(script, folder)
     total, after = time.perf_counter() - start, process_state()
     result = outcomes(namespace, folder)
+    advantage, expected = (values.tolist() for values in advantages(namespace))
+    result["advantages"], result["expected_advantages"] = advantage, expected
     result["printed"], result["cpu_seconds"] = printed, seconds
     result["seconds"] = total
     result["leaked"] = {k: [v, after[k]] for k, v in before.items() if after[k] != v}
