@@ -91,7 +91,7 @@ trainer.train()
 refusal = ""
 try:
     TorchRLBufferDataset(buffer, batch_size=4).as_hf_dataset()
-except TypeError as error:
+except AttributeError as error:
     refusal = str(error)
 collector.shutdown()
 ray.shutdown()
