@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 
+import matplotlib.image as mpimg
 import pytest
 from bs4 import BeautifulSoup
 from conftest import REPOSITORY, ROOT
@@ -66,6 +67,18 @@ def test_figures_have_alternative_text(page):
     images = article.find_all("img")
     assert len(images) == 4
     assert all(len(image["alt"]) > 30 for image in images)
+
+
+def test_readme_shows_the_figure_of_the_build(site):
+    built, kept = (
+        mpimg.imread(path)
+        for path in (
+            site / "_images" / "sphx_glr_trl_interop_003.png",
+            ROOT / "docs" / "_static" / "policy.png",
+        )
+    )
+    assert built.shape == kept.shape
+    assert abs(built - kept).mean() < 0.05, f"copy it from {site}"
 
 
 def test_names_link_to_their_documentation(page):
