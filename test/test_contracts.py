@@ -155,6 +155,18 @@ def test_reward_shapes(toy, rollouts):
     assert reward.dtype == torch.float32
 
 
+def test_score_pads_as_the_classifier_expects(toy, policy_model):
+    policy = toy.make_policy(policy_model)
+    torch.manual_seed(0)
+    batches = [toy.collect(policy, [prompt], answers=2) for prompt in PROMPTS]
+    rows = [row.select("tokens", "masks") for batch in batches for row in batch.unbind(0)]
+    model = toy.AutoModelForSequenceClassification.from_pretrained(toy.trained).eval()
+    scorer = toy.HFRewardModelWrapper(model, inference_mode=True)
+    together = toy.score(scorer, lazy_stack(rows))
+    alone = [toy.score(scorer, lazy_stack([row])) for row in rows]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-4)
+
+
 def loss_policy_of(toy, **kwargs):
     return toy.TransformersWrapper(
         toy.AutoModelForCausalLM.from_pretrained(toy.checkpoint).eval(),

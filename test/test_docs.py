@@ -78,7 +78,7 @@ def test_readme_shows_the_figure_of_the_build(site):
         )
     )
     assert built.shape == kept.shape
-    assert abs(built - kept).mean() < 0.05, f"copy it from {site}"
+    assert abs(built - kept).mean() < 0.02, f"copy it from {site}"
 
 
 def test_names_link_to_their_documentation(page):
