@@ -32,13 +32,20 @@ def offline_environment(home, **extra):
     }
 
 
-def run(command, cwd, environment):
-    """Run a command to its end; a failure shows what it wrote."""
-    result = subprocess.run(
+def finished(command, cwd, environment):
+    """Run a command to its end, whatever that is."""
+    return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
+
+
+def run(*args):
+    """Run a command to its end; a failure shows what it wrote."""
+    assert_success(finished(*args))
+
+
+def assert_success(result):
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return result
 
 
 def one_replaced(text, old, new):
@@ -51,8 +58,8 @@ def one_replaced(text, old, new):
 def journey(tmp_path_factory):
     """A function from a seed and edits of the script to the folder of that run."""
 
-    @cache
-    def journey_of(seed=0, edits=()):
+    @cache  # failed runs too
+    def finished_journey(seed, edits):
         base = tmp_path_factory.mktemp(f"seed{seed}-")
         for name in ("work", "out"):
             (base / name).mkdir()
@@ -63,8 +70,12 @@ def journey(tmp_path_factory):
         script.write_text(source)
         command = [sys.executable, TESTS / "run_cells.py", script, base / "out"]
         environment = offline_environment(base / "home", LIST_TO_STACK=str(seed % 2))
-        run(command, base / "work", environment)
-        return base / "out"
+        return finished(command, base / "work", environment), base / "out"
+
+    def journey_of(seed=0, edits=()):
+        result, folder = finished_journey(seed, edits)
+        assert_success(result)
+        return folder
 
     return journey_of
 
