@@ -136,7 +136,7 @@ def outcomes(ns, folder):
             tuple(ids) in generated for ids in (*chosen, *rejected)
         ),
         "prompt_in_trl_ids": all(
-            row["prompt"][0]["content"] in text and row["prompt"][1]["content"] in text
+            ns["SYSTEM_PROMPT"] in text and row["prompt"][-1]["content"] in text
             for row, text in zip(
                 ns["train_pairs"], tokenizer.batch_decode(chosen), strict=True
             )
