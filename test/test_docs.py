@@ -31,6 +31,15 @@ def test_inventory_names_import(inventory):
         assert isinstance(value, type) or kind != "class", name
 
 
+def test_tests_that_the_pages_name_exist():
+    sources = [path.read_text() for path in (ROOT / "docs").glob("*.rst")]
+    named = set(re.findall(r"\btest_\w+\b(?!\.py)", "\n".join(sources)))
+    code = "\n".join(path.read_text() for path in (ROOT / "test").glob("test_*.py"))
+    defined = re.findall(r"(?m)^def (test_\w+)", code)
+    assert len(named) > 30
+    assert not {n for n in named if not any(d.startswith(n) for d in defined)}
+
+
 def test_headings(page):
     assert len(page.find_all("h1")) == 1
     parts = [heading.text.rstrip("#") for heading in page.find_all("h2")]
