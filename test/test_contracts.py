@@ -134,6 +134,11 @@ def test_rollout_keys_shapes_and_types(toy, rollouts):
     tokens, masks = rollouts["tokens"], rollouts["masks"]
     rows, length = tokens.full.shape
     assert rows == 6
+    assert set(rollouts["query"]) == set(PROMPTS)
+    with set_list_to_stack(True):
+        for part, turns in (("prompt", 2), ("response", 1), ("full", 3)):
+            assert isinstance(rollouts["history", part], History)
+            assert rollouts["history", part].shape == (rows, turns)
     assert tokens.full.dtype == torch.long
     assert masks.all_attention_mask.dtype == torch.bool
     assert masks.all_attention_mask.shape == (rows, length)

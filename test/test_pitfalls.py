@@ -187,6 +187,22 @@ def test_reward_model_without_pad_token(toy, rollouts, reward_model):
     assert (scores(model, padded) - right).abs() > 0.01
 
 
+def test_reward_model_with_another_tokenizer(rollouts, reward_model):
+    """The same reward model, for a tokenizer that numbers the same tokens otherwise."""
+    other_model = copy.deepcopy(reward_model)
+    embeddings = other_model.get_input_embeddings().weight
+    other_id = torch.randperm(len(embeddings), generator=torch.Generator().manual_seed(0))
+    embeddings.data[other_id] = embeddings.data.clone()
+    other_model.config.pad_token_id = other_id[reward_model.config.pad_token_id].item()
+    ids, mask = rollouts["tokens", "full"], rollouts["masks", "all_attention_mask"]
+    right = scores(reward_model, ids, mask)
+    assert torch.allclose(scores(other_model, other_id[ids], mask), right, atol=1e-4)
+    liked = right > 0
+    assert liked.any()
+    assert not liked.all()
+    assert not torch.equal(scores(other_model, ids, mask) > 0, liked)
+
+
 def test_tokenizer_that_adds_a_first_token(toy, tokenizer, policy_model):
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.chat_template = tokenizer.chat_template.replace(

@@ -6,8 +6,8 @@ From TorchRL rollouts to a TRL reward model and back
 
 You have rollouts in TorchRL and want to train on them with TRL's trainers. You have a
 reward model from the Hugging Face world and want it inside a TorchRL loop. Two thin
-adapters join the libraries, and this page uses both: it ends with a policy that got
-better against a reward model that was trained on the policy's own answers.
+adapters join the libraries, and this page uses both: it ends with a policy that has
+improved on the scores of a reward model trained on the policy's own answers.
 
 .. grid:: 1 1 2 2
     :gutter: 3
@@ -22,7 +22,8 @@ better against a reward model that was trained on the policy's own answers.
 
     .. grid-item-card:: Prerequisites
 
-        * One of the two libraries: TorchRL's collectors and buffers, or TRL's trainers
+        * Familiarity with one of the two: TorchRL's collectors and buffers, or TRL's
+          trainers
         * Python 3.11 and two CPU cores; once the packages are there, no network
         * ``pip install torch torchrl tensordict trl transformers datasets matplotlib``
 
@@ -32,12 +33,13 @@ better against a reward model that was trained on the policy's own answers.
         HFRewardModelWrapper brings the trained reward model back to score new
         rollouts that improve the policy.
 
-    The journey. Each arrow is a cell below.
+    The journey; Part 4 goes the whole way round.
 """
 
 # %%
-# Everything is seeded, so that two runs on one machine print the same numbers, and what
-# is written to disk goes to a folder that the last cell removes.
+# Everything is seeded, so that two runs on one machine print the same numbers. Models
+# are written to a folder that the last cell removes; only empty lock files stay behind,
+# in the cache of ``datasets``.
 
 import math
 import tempfile
@@ -83,7 +85,7 @@ for name in ("torch", "torchrl", "tensordict", "trl", "transformers", "datasets"
     print(f"{name:<13}{version(name)}")
 
 # %%
-# The task: visitors of a town ask their way.
+# The task: visitors to a town ask for directions.
 
 SYSTEM_PROMPT = "You show visitors the way."
 QUESTIONS = (
@@ -107,7 +109,8 @@ print(*USER_PROMPTS[:3], sep="\n")
 #     courteous and rude ones. It also makes a small classifier of courtesy, such as you
 #     may find ready-made. Both are saved to disk, and the rest of the page knows only the
 #     names ``checkpoint`` and ``reward_checkpoint``. To use real models, replace the
-#     whole cell by these two names, as in ``checkpoint = "org/name"``.
+#     whole cell by these two names, as in ``checkpoint = "org/name"``. The two models
+#     must share one tokenizer, since token ids pass from one to the other.
 
 
 def toy_conversations():
@@ -213,16 +216,17 @@ classifier.save_pretrained(reward_checkpoint)
 #
 # A TorchRL language environment hands out prompts, a policy answers them, and a
 # collector runs the two. :class:`~torchrl.modules.llm.TransformersWrapper` turns a
-# Hugging Face model into such a policy. Two of its settings matter later.
-# ``pad_output=True`` gives one tensor of tokens for answers of different lengths. And
-# the sampling settings leave the model's distribution as it is: Hugging Face samples
-# from the 50 likeliest tokens unless told otherwise, and the probabilities that a
-# policy gradient needs would then not be the ones that sampled.
+# Hugging Face model into such a policy. Two settings matter later. ``pad_output=True``
+# gives one tensor of tokens for answers of different lengths. And sampling is from the
+# model's whole distribution: Hugging Face takes only the 50 likeliest tokens unless told
+# otherwise, and the probabilities that a policy gradient needs would then not be those
+# that sampled.
 #
 # The environment gets a system prompt and user prompts of three lengths, and repeats
-# each prompt to get several answers to it, side by side. TorchRL writes conversations
-# only while tensordict treats lists as stacks, a switch of the whole process;
-# ``set_list_to_stack(True)`` as a decorator turns it on for as long as ``collect`` runs.
+# each prompt to get several answers to it, side by side. For conversations, tensordict
+# must store a list with one entry per row, as a stack. That is a setting of the whole
+# process; ``set_list_to_stack(True)`` as a decorator turns it on for as long as
+# ``collect`` runs.
 
 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
 model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
@@ -297,7 +301,7 @@ for key in ("query", ("tokens", "full"), ("masks", "all_attention_mask")):
 # :class:`~torchrl.data.llm.History`, which is what was said. ``History`` is TorchRL's
 # counterpart of the list of messages that TRL and ``transformers`` use:
 # ``("history", "prompt")`` is what the policy was given, ``("history", "response")`` its
-# answer, and ``("history", "full")`` both. ``messages`` reads it, under the same switch.
+# answer, and ``("history", "full")`` both. ``messages`` reads it, under that setting.
 
 
 @set_list_to_stack(True)
@@ -328,7 +332,7 @@ for prompt, answer in islice(questions_and_answers, 0, None, 3):
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # :class:`~torchrl.modules.llm.TorchRLBufferDataset` draws batches from a
-# :class:`~torchrl.data.ReplayBuffer` and yields single rows as flat dictionaries.
+# :class:`~torchrl.data.ReplayBuffer` and yields single rows as dictionaries.
 # ``keys=`` selects what a row has, and a nested key becomes a dotted name, since a
 # dataset's columns have no levels.
 
@@ -342,7 +346,8 @@ for name, value in next(iter(selected)).items():
 
 # %%
 # A string stays a string and tokens stay a tensor. Without ``keys=`` the row has all
-# that the collector wrote, which no trainer wants, so name what you need.
+# that the buffer stores, whole groups like ``tokens`` next to their members, which no
+# trainer wants; so name what you need.
 #
 # 1.4 Finite or unbounded
 # ~~~~~~~~~~~~~~~~~~~~~~~
@@ -375,9 +380,9 @@ stream = TorchRLBufferDataset(
     live, batch_size=1, keys=["query"], num_batches=None
 ).as_hf_dataset()
 live.extend(rollouts[:1].select("query"))
-print("one row:  ", *sorted({row["query"] for row in stream.take(50)}))
+print("one row: ", sorted({row["query"] for row in stream.take(50)}))
 live.extend(rollouts[-1:].select("query"))
-print("a new row:", *sorted({row["query"] for row in stream.take(50)}))
+print("two rows:", sorted({row["query"] for row in stream.take(50)}))
 
 # %%
 # The second line shows a prompt that was not in the buffer when the stream was made.
@@ -412,7 +417,8 @@ print("a new row:", *sorted({row["query"] for row in stream.take(50)}))
 #       - messages
 #
 # All of them read an unbounded stream and then need ``max_steps``. The rest of the page
-# runs ``RewardTrainer`` (4.4) and ``GRPOTrainer`` (4.7).
+# runs ``RewardTrainer`` (4.4) and ``GRPOTrainer`` (4.7); the page on data contracts has
+# more on each, and its tests run all six.
 #
 # Part 2: TRL to TorchRL
 # ----------------------
@@ -436,7 +442,7 @@ print("writes:", scorer.out_keys)
 # 2.2 Score rollouts
 # ~~~~~~~~~~~~~~~~~~
 #
-# One thing is left to care for. Rollouts of several batches differ in length, and
+# One detail remains. Rollouts of several batches differ in length, and
 # padding them to one length uses 0 unless told otherwise, while the classifier finds
 # the last token of a row by the tokenizer's pad id. ``score`` gives that id, and the
 # whole page scores through it.
@@ -529,14 +535,15 @@ print("as scored in 2.2:             ", round(rewards[0].item(), 4))
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # A reward model is trained on tokens that TRL makes from messages, and it scores tokens
-# that the policy generated. If the two differ, nothing fails; the scores are just
-# worse. So compare them. Answers go from ``History`` through a buffer and a dataset
-# into a :class:`~trl.RewardTrainer`, which tokenizes them when it is built.
+# that the policy generated. If the two differ, no error says so. So compare them. Answers
+# go from ``History`` through a buffer and a dataset into a :class:`~trl.RewardTrainer`,
+# which tokenizes them when it is built; it is not run here, and which answer is called
+# chosen does not matter. The buffer's sampler keeps the order of the rows.
 #
-# Two details of the way are worth seeing. Lists of messages, too, are stored as such only
-# under ``set_list_to_stack(True)``, here as a context manager. And they come out of the
-# adapter as a ``NonTensorStack``, which TRL would take for text, so one ``map`` at the
-# border makes plain lists of them.
+# Two details of the way matter. Lists of messages, too, need ``set_list_to_stack(True)``
+# to be stored, here as a context manager. And they come out of the adapter as a
+# ``NonTensorStack``, which TRL would take for text, so one ``map`` at the border makes
+# plain lists of them.
 
 
 def store(buffer, rows):
@@ -609,16 +616,17 @@ matching = [ours == theirs for ours, theirs in zip(rollout_ids, trl_ids, strict=
 print(f"identical from first to last token: {sum(matching)} of {len(matching)} answers")
 
 # %%
-# System prompt, question, answer and end token are the same ids on both sides. If an
-# answer is missing from the count, the next step says why.
+# System prompt, question, answer and end token are the same ids on both sides. (``Ġ``
+# stands for a space in front.) If an answer is missing from the count, the next step says
+# why.
 #
-# 3.2 How it is lost
-# ~~~~~~~~~~~~~~~~~~
+# 3.2 How the match is lost
+# ~~~~~~~~~~~~~~~~~~~~~~~~~
 #
 # An answer that was cut at the length limit has no end token, but its text, put through
 # the chat template, gets one. And a template that writes a newline after the answer's
 # end, as ChatML templates of real models do, gives training one token more than
-# generation.
+# generation. Here are the last tokens of both forms, with the classifier's score.
 
 cut = collect(make_policy(model, max_new_tokens=5), USER_PROMPTS[:1], answers=1)
 newline_template = tokenizer.chat_template.replace(
@@ -634,13 +642,17 @@ for name, rollout, template in (
         conversation, chat_template=template, return_dict=False
     )
     print(name)
-    print("    generated:     ", tokenizer.convert_ids_to_tokens(ids[-4:]))
-    print("    from messages: ", tokenizer.convert_ids_to_tokens(again[-4:]))
+    for origin, tokens in (("generated", ids), ("from messages", again)):
+        reward = classifier(torch.tensor([tokens])).logits.item()
+        last_tokens = tokenizer.convert_ids_to_tokens(tokens[-4:])
+        print(f"    {origin:<13} {reward:6.2f}  {last_tokens}")
 
 # %%
 # In both cases the classifier, which reads its score off the last token, is trained on
-# one token and asked about another. There is a third way: a sampled answer may spell a
-# word with other tokens than the tokenizer would. One test finds all three.
+# one token and asked about another. The scores have little in common: with a newline
+# (``Ċ``) at its end, a rude answer passes for a courteous one. There is a third way: a
+# sampled answer may spell a word with other tokens than the tokenizer would. One test
+# finds all three.
 
 
 def survives(rollouts):
@@ -665,8 +677,8 @@ print(f"of the cut one, {survives(cut).sum()}")
 # 4.1 Collect
 # ~~~~~~~~~~~
 #
-# Every fourth prompt is held out, for the reward model and for the policy. Each prompt
-# gets 16 answers.
+# Every fourth prompt is held out from here on, from the reward model's training and from
+# the policy's. Each prompt gets 16 answers.
 
 held_out_prompts = USER_PROMPTS[1::4]
 train_prompts = [prompt for prompt in USER_PROMPTS if prompt not in held_out_prompts]
@@ -677,6 +689,9 @@ print(f"{len(rollouts)} rollouts: {ended.sum()} ended, {survivors.sum()} survive
 rollouts = rollouts[survivors]
 
 # %%
+# The few that did not end were cut; those that ended and do not survive are spelled in
+# other tokens.
+#
 # 4.2 Judge
 # ~~~~~~~~~
 #
@@ -721,9 +736,14 @@ for pair in train_pairs[:36:12]:
     print()
     for part, conversation in pair.items():
         print(f"{part:>9}: {conversation[-1]['content']}")
+print()
+for part in ("chosen", "rejected"):
+    words = sum(len(pair[part][0]["content"].split()) for pair in train_pairs)
+    print(f"{part:>9}: {words / len(train_pairs):.1f} words on average")
 
 # %%
-# The two answers of a pair differ in tone, while their lengths are alike.
+# The two answers of a pair differ in tone, and otherwise by chance; their lengths are
+# alike, so that there is no telling them apart by length.
 #
 # 4.3 Store the preferences
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -747,7 +767,8 @@ for name, conversation in next(iter(preference_stream)).items():
 # :class:`~trl.RewardTrainer` trains it to score the chosen answer above the rejected
 # one. ``max_steps`` ends the unbounded stream; ``center_rewards_coefficient`` keeps
 # scores around 0, so that their sign has a meaning. The held-out pairs are a fixed
-# dataset: an accuracy on a stream would be one on other rows each time.
+# dataset; on a stream, each evaluation would use other rows. For the comparison in 4.5,
+# new answers to the held-out prompts are collected and scored before the training.
 
 reward_model = AutoModelForSequenceClassification.from_pretrained(
     checkpoint, num_labels=1
@@ -782,7 +803,7 @@ print(f"accuracy on held-out prompts: {accuracy_before:.2f}, then {accuracy_afte
 
 # %%
 # A random head knows nothing of courtesy; the trained one tells the liked answer from the
-# disliked one on prompts that it was not trained on.
+# disliked one on prompts that no pair for training came from.
 
 
 def logged(name):
@@ -810,9 +831,8 @@ plt.show()
 # 4.5 Score new rollouts
 # ~~~~~~~~~~~~~~~~~~~~~~
 #
-# The wrapper around that very model scores answers made after the pairs, to prompts
-# that no pair for training came from. ``scores_before`` were the same model's scores of
-# the same answers before its training.
+# The wrapper around that very model scores the new answers again. ``scores_before`` were
+# the same model's scores of the same answers before its training.
 
 scores_after = score(scorer, new_rollouts)
 liked = torch.tensor([is_courteous(answer) for answer in answers_of(new_rollouts)])
@@ -831,8 +851,8 @@ agreement = ((scores_after > 0) == liked).float().mean().item()
 print(f"score and judge agree on {agreement:.1%} of {len(liked)} answers")
 
 # %%
-# Before training the two groups lie on one another; after it, zero parts them. A few
-# answers from the whole range:
+# Before training the two groups overlap; after it, zero separates them. Here are a few
+# answers from the whole range. The toy policy garbles some.
 
 for reward, answer in ranked(new_rollouts, scores_after)[:: len(new_rollouts) // 7]:
     print(f"{reward:6.2f}  {answer}")
@@ -895,12 +915,15 @@ generated = new_rollouts["masks", "all_attention_mask"][:, answer_tokens]
 print(f"sampled and recomputed differ by up to {differences[generated].abs().max():.0e}")
 
 # %%
-# The loss computes for an answer the log-probability that it was drawn with. (The
-# comparison leaves out each answer's first token, for which TorchRL 0.14's generating
-# policy reports 0: a reason more to let ``annotate`` compute them.)
+# The policy in the loss gives each token the log-probability that it was sampled with.
+# (The comparison leaves out each answer's first token, for which TorchRL 0.14's
+# generating policy reports 0: one more reason to let ``annotate`` compute them.)
 #
 # Each iteration collects 8 answers to each of 4 prompts, takes one step of plain
-# gradient descent, and throws the answers away, since they are the old policy's.
+# gradient descent, and throws the answers away, since they are the old policy's. With a
+# ``replay_buffer`` the collector fills that buffer instead of handing batches out; its 32
+# rows make one batch. And the collector's ``policy`` holds the same ``model`` as
+# ``loss_policy``, so it samples from the new weights at once.
 
 grpo_buffer = ReplayBuffer(
     storage=LazyStackStorage(32),
@@ -936,7 +959,7 @@ share_before, share_after = liked_share(new_rollouts), liked_share(after)
 print(f"on held-out prompts the judge likes {share_before:.0%}, then {share_after:.0%}")
 
 # %%
-# The judge took no part in the training, and these prompts none either: the policy
+# The judge took no part in the policy's training, nor did these prompts: the policy
 # learned the judge's taste from the reward model alone. Was the reward a good guide all
 # the way?
 
@@ -954,14 +977,16 @@ for name, answered in (("before", new_rollouts), ("after", after)):
     print(f"\n{name}")
     for answer in answers_of(answered)[:6]:
         print(f"    {answer}")
+    print(f"    ... {len(set(answers_of(answered)))} different among {len(answered)}")
 
 # %%
-# It was: reward and judge rise together. And the answers to one held-out prompt show that
-# what changed is the tone.
+# It was: reward and judge rise together, and the answers to one held-out prompt show the
+# change of tone. The last line of each list, over all held-out prompts, shows the price:
+# variety shrank, which neither reward nor judge counts.
 #
-# That need not be so, for a policy climbs the reward, not the judge. Here are answers
-# that no rollout looks like, with the reward, the judge's word, and the log-probability
-# that the reference gives them.
+# A policy climbs the reward, not the judge, and the reward can be fooled. Here are two
+# answers like those in the pairs and four that are not, with the reward, the judge's
+# word, and the log-probability that the reference gives them.
 
 
 def as_rollouts(conversations):
@@ -1003,13 +1028,12 @@ for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=
     print(f"{reward:6.1f}  {judge:<5}  {log_prob:15.1f}  {probe}")
 
 # %%
-# On the first two rows, answers like those in the pairs, reward and judge agree. On kind
-# words strung together they do not: no pair taught the reward model better, and it pays
-# for them as for a courteous sentence. A policy that found such text would be paid for
-# nonsense. Clipping sees to it that it is not paid more, and the KL term to what the last
-# column shows: to the reference these answers are next to impossible, and going where
-# the reference does not go is charged for. The lasting cure is more pairs, made from what
-# the policy writes now.
+# On the first two rows reward and judge agree. On kind words strung together they do not:
+# no pair taught the reward model better, and it pays for them as for a courteous
+# sentence. A policy that found such text would be paid for nonsense. Clipping sees to it
+# that it is not paid more. The KL term uses what the third column shows: to the reference
+# these answers are next to impossible, and straying from the reference is penalized. The
+# lasting cure is more pairs, made from what the policy writes now.
 #
 # 4.7 Improve the policy with TRL
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -1018,7 +1042,9 @@ for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=
 # needs a stream of prompts only, from a buffer like the one in 4.3; and it calls its
 # reward function with messages, which ``as_rollouts`` brings to where ``reward_of``
 # reads. The settings are those of 4.6 by TRL's names: 32 answers a step, 8 to a prompt,
-# sampled from the whole vocabulary, and ``beta`` for the KL term.
+# sampled from the whole vocabulary (``top_k=0``), and ``beta`` for the KL term. One thing
+# differs: made from messages, a cut answer gets its end token (3.2), and is scored as if
+# it had ended.
 
 
 def trl_reward(prompts, completions, **kwargs):
@@ -1090,10 +1116,11 @@ workspace.cleanup()
 #       - ``from_pretrained`` and everything below it
 #     * - A person or a stronger model takes the judge's place
 #       - Pairs as message lists, prompt included, and prompts held out
-#     * - The tokenizer's template: it needs ``{% generation %}`` and nothing after an
-#         answer's end
-#       - The comparison of 3.1, which tells you whether it is so
-#     * - ``use_cpu`` and ``bf16`` go; AdamW and a small learning rate come in for SGD
+#     * - The tokenizer: a pad token of its own, and a template with
+#         ``{% generation %}`` and nothing after an answer's end
+#       - ``survives`` of 3.2, which tells you whether it is so
+#     * - ``use_cpu``, ``bf16`` and ``activation_checkpointing`` go; AdamW and a small
+#         learning rate come in for SGD
 #       - Buffers, streams, ``map`` at the border, ``score``, the loop
 #
 # **Limits.** The policy speaks in templates and the judge knows one rule, so accuracies
