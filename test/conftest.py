@@ -118,15 +118,9 @@ def toy(journey):
     folder = journey(0)
     checkpoint = str(folder / "checkpoint")
     names |= {
-        "SYSTEM_PROMPT": "You show visitors the way.",
         "checkpoint": checkpoint,
         "tokenizer": names["AutoTokenizer"].from_pretrained(checkpoint),
         "trained": str(folder / "trained"),
-        **json.loads((folder / "pairs.json").read_text()),
-    }
-    names["sampling"] = {
-        "do_sample": True,
-        "top_k": len(names["tokenizer"]),
-        "max_new_tokens": 20,
+        **json.loads((folder / "names.json").read_text()),
     }
     return SimpleNamespace(**names)

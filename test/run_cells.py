@@ -3,8 +3,8 @@
 Usage: python run_cells.py SCRIPT FOLDER
 
 FOLDER gets outcomes.json, a copy of the toy checkpoints that the script made, the trained
-reward model and the preference pairs. The outcomes are computed here from what the
-script's variables hold, not from what it printed.
+reward model, and in names.json the values of PLAIN_NAMES. The outcomes are computed here
+from what the script's variables hold, not from what it printed.
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from datasets import Dataset
 from tensordict import list_to_stack, set_list_to_stack
 from trl import RewardConfig, RewardTrainer
 
+PLAIN_NAMES = ("SYSTEM_PROMPT", "sampling", "train_pairs", "held_out_pairs")
 KIND = ("Gladly", "Of course", "With pleasure")
 
 
@@ -132,6 +133,10 @@ def outcomes(ns, folder):
         "rows_in_buffer": len(ns["preferences"]),
         "held_out_prompts_trained_on": sorted(prompts & held_out),
         "grpo_prompts_held_out": sorted(set(batch["query"]) & held_out),
+        "trl_grpo_prompts_held_out": sorted(
+            {row["prompt"][-1]["content"] for row in ns["prompt_stream"].take(200)}
+            & held_out
+        ),
         "trl_ids_are_generated_ids": all(
             tuple(ids) in generated for ids in (*chosen, *rejected)
         ),
@@ -210,6 +215,6 @@ if __name__ == "__main__":
     result["leaked"] = {k: [v, after[k]] for k, v in before.items() if after[k] != v}
     result["workspace_left"] = Path(namespace["workspace"].name).exists()
     namespace["reward_model"].save_pretrained(folder / "trained")
-    pairs = {name: namespace[name] for name in ("train_pairs", "held_out_pairs")}
-    (folder / "pairs.json").write_text(json.dumps(pairs))
+    plain = {name: namespace[name] for name in PLAIN_NAMES}
+    (folder / "names.json").write_text(json.dumps(plain))
     (folder / "outcomes.json").write_text(json.dumps(result))

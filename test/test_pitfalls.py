@@ -308,13 +308,39 @@ def test_first_generated_token_has_log_probability_zero(toy, rollouts, policy_mo
     assert (reported - right)[:, 1:][mask].abs().max() < 1e-4
 
 
-def test_generation_defaults_change_the_distribution(toy, policy_model, rollouts):
-    ids = rollouts["tokens", "full"]
+def surprise(model, rollouts):
+    """How far sampled tokens are from a draw of the model's own, in standard errors.
+
+    The log-probabilities of tokens drawn from a distribution have minus its entropy as
+    their mean, so that their sum, each less its own mean, is 0 but for chance.
+    """
+    ids, mask = rollouts["tokens", "full"], rollouts["masks", "all_attention_mask"]
+    drawn = slice(rollouts["tokens", "prompt"].shape[1], None)
     with torch.no_grad():
-        logits = policy_model(ids, rollouts["masks", "all_attention_mask"]).logits
-    mass = logits.softmax(-1).topk(50).values.sum(-1)
-    assert toy.sampling["top_k"] == logits.shape[-1]
-    assert mass.min() < 0.999, "sampling from 50 tokens leaves out what the loss counts"
+        log_probs = model(ids, mask).logits[:, :-1].log_softmax(-1)
+    log_probs = log_probs[:, drawn.start - 1 :][mask[:, drawn]]
+    probs = log_probs.exp()
+    mean = (probs * log_probs).sum(-1)
+    variance = (probs * log_probs**2).sum(-1) - mean**2
+    taken = log_probs.gather(1, ids[:, drawn][mask[:, drawn]][:, None])[:, 0]
+    return ((taken - mean).sum() / variance.sum().sqrt()).item()
+
+
+def test_generation_defaults_change_the_distribution(toy, policy_model, monkeypatch):
+    """On a model of random weights, which gives many tokens a chance."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(policy_model.config)
+    config.initializer_range = 0.2
+    model = type(policy_model)(config).eval()
+
+    def surprise_of_answers(**settings):
+        policy = toy.make_policy(model, **settings)
+        return surprise(model, toy.collect(policy, PROMPTS, answers=32))
+
+    assert abs(surprise_of_answers()) < 4
+    assert surprise_of_answers(temperature=0.5) > 8
+    monkeypatch.delitem(toy.sampling, "top_k")
+    assert surprise_of_answers() > 8
 
 
 def preference_buffer(toy, rows, **kwargs):

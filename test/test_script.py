@@ -77,6 +77,7 @@ def test_preferences_keep_prompt_and_label(run):
 def test_no_held_out_prompt_is_trained_on(run):
     assert run["held_out_prompts_trained_on"] == []
     assert run["grpo_prompts_held_out"] == []
+    assert run["trl_grpo_prompts_held_out"] == []
 
 
 def test_advantages_are_grouped_by_prompt_within_an_iteration(run):
@@ -87,7 +88,7 @@ def test_advantages_are_grouped_by_prompt_within_an_iteration(run):
     assert run["advantages"] == pytest.approx(run["expected_advantages"], abs=0.01)
 
 
-def test_the_loss_uses_the_sampling_distribution(run):
+def test_the_loss_recomputes_the_reported_log_probs(run):
     assert run["log_probs_differ"] < 1e-4
 
 
