@@ -25,7 +25,7 @@ def trained_by(journey, tmp_path_factory):
     def launch(name):
         if name not in results:
             folder = tmp_path_factory.mktemp(name)
-            arguments = [journey(0) / "checkpoint", journey(0) / "pairs.json", folder]
+            arguments = [journey(0) / "checkpoint", journey(0) / "names.json", folder]
             environment = offline_environment(folder / "home", OMP_NUM_THREADS="1")
             command = [*LAUNCHERS[name], SCALING / "train_reward.py", *arguments]
             run(command, folder, environment)
