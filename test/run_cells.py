@@ -60,6 +60,10 @@ def share(rollouts):
     return sum(answer.startswith(KIND) for answer in answers) / len(answers)
 
 
+def user_prompts(rows):
+    return {row["prompt"][-1]["content"] for row in rows}
+
+
 def parameters(model):
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
@@ -115,8 +119,7 @@ def outcomes(ns, folder):
     rollouts, new_rollouts, batch = ns["rollouts"], ns["new_rollouts"], ns["batch"]
     generated = {tuple(ids) for ids in ns["generated_ids"](rollouts)}
     chosen, rejected = tokenized_by_trl(ns, ns["train_pairs"], folder)
-    prompts = {row["prompt"][-1]["content"] for row in ns["train_pairs"]}
-    held_out = {row["prompt"][-1]["content"] for row in ns["held_out_pairs"]}
+    held_out = user_prompts(ns["held_out_pairs"])
     bare = bare_scores(reward_model, new_rollouts)
     return {
         "first_rewards": ns["rewards"].tolist(),
@@ -131,11 +134,10 @@ def outcomes(ns, folder):
         "progress": ns["progress"],
         "pairs": [len(ns["train_pairs"]), len(ns["held_out_pairs"])],
         "rows_in_buffer": len(ns["preferences"]),
-        "held_out_prompts_trained_on": sorted(prompts & held_out),
+        "held_out_prompts_trained_on": sorted(user_prompts(ns["train_pairs"]) & held_out),
         "grpo_prompts_held_out": sorted(set(batch["query"]) & held_out),
         "trl_grpo_prompts_held_out": sorted(
-            {row["prompt"][-1]["content"] for row in ns["prompt_stream"].take(200)}
-            & held_out
+            user_prompts(ns["prompt_stream"].take(200)) & held_out
         ),
         "trl_ids_are_generated_ids": all(
             tuple(ids) in generated for ids in (*chosen, *rejected)

@@ -200,7 +200,8 @@ def test_reward_model_with_another_tokenizer(rollouts, reward_model):
     liked = right > 0
     assert liked.any()
     assert not liked.all()
-    assert not torch.equal(scores(other_model, ids, mask) > 0, liked)
+    agreeing = (scores(other_model, ids, mask) > 0) == liked
+    assert agreeing.float().mean() < 0.75
 
 
 def test_tokenizer_that_adds_a_first_token(toy, tokenizer, policy_model):
@@ -315,15 +316,14 @@ def surprise(model, rollouts):
     their mean, so that their sum, each less its own mean, is 0 but for chance.
     """
     ids, mask = rollouts["tokens", "full"], rollouts["masks", "all_attention_mask"]
-    drawn = slice(rollouts["tokens", "prompt"].shape[1], None)
+    start = rollouts["tokens", "prompt"].shape[1]
+    drawn = mask[:, start:]
     with torch.no_grad():
-        log_probs = model(ids, mask).logits[:, :-1].log_softmax(-1)
-    log_probs = log_probs[:, drawn.start - 1 :][mask[:, drawn]]
-    probs = log_probs.exp()
-    mean = (probs * log_probs).sum(-1)
-    variance = (probs * log_probs**2).sum(-1) - mean**2
-    taken = log_probs.gather(1, ids[:, drawn][mask[:, drawn]][:, None])[:, 0]
-    return ((taken - mean).sum() / variance.sum().sqrt()).item()
+        logits = model(ids, mask).logits[:, start - 1 : -1][drawn]
+    choices = torch.distributions.Categorical(logits=logits)
+    excess = choices.log_prob(ids[:, start:][drawn]) + choices.entropy()
+    variance = (choices.probs * choices.logits**2).sum(-1) - choices.entropy() ** 2
+    return (excess.sum() / variance.sum().sqrt()).item()
 
 
 def test_generation_defaults_change_the_distribution(toy, policy_model, monkeypatch):

@@ -975,9 +975,10 @@ plt.show()
 print(new_rollouts["query"][0])
 for name, answered in (("before", new_rollouts), ("after", after)):
     print(f"\n{name}")
-    for answer in answers_of(answered)[:6]:
+    answers = answers_of(answered)
+    for answer in answers[:6]:
         print(f"    {answer}")
-    print(f"    ... {len(set(answers_of(answered)))} different among {len(answered)}")
+    print(f"    ... {len(set(answers))} different among {len(answers)}")
 
 # %%
 # It was: reward and judge rise together, and the answers to one held-out prompt show the
@@ -1042,9 +1043,9 @@ for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=
 # needs a stream of prompts only, from a buffer like the one in 4.3; and it calls its
 # reward function with messages, which ``as_rollouts`` brings to where ``reward_of``
 # reads. The settings are those of 4.6 by TRL's names: 32 answers a step, 8 to a prompt,
-# sampled from the whole vocabulary (``top_k=0``), and ``beta`` for the KL term. One thing
-# differs: made from messages, a cut answer gets its end token (3.2), and is scored as if
-# it had ended.
+# sampled from the whole vocabulary (``top_k=0``), and ``beta`` for the KL term. In
+# scoring, one thing differs: made from messages, a cut answer gets an end token (3.2),
+# and is scored as if it had ended.
 
 
 def trl_reward(prompts, completions, **kwargs):
