@@ -85,7 +85,7 @@ for name in ("torch", "torchrl", "tensordict", "trl", "transformers", "datasets"
     print(f"{name:<13}{version(name)}")
 
 # %%
-# The task: visitors to a town ask for directions.
+# The page ran on these versions. Its task: visitors to a town ask for directions.
 
 SYSTEM_PROMPT = "You show visitors the way."
 QUESTIONS = (
@@ -102,6 +102,8 @@ print(f"{len(USER_PROMPTS)} prompts, such as:")
 print(*USER_PROMPTS[:3], sep="\n")
 
 # %%
+# Each of ten places is asked for in three ways, of different lengths.
+#
 # .. admonition:: Boilerplate that you may skip
 #
 #     With no network there is no model to download, so the next cell makes a toy one: a
@@ -484,6 +486,8 @@ difference = (rewards - logits).abs().max()
 print(f"largest difference between wrapper and bare model: {difference:.1e}")
 
 # %%
+# The two agree, so a reward in TorchRL is the logit and nothing else.
+#
 # 2.4 Two switches that stay yours
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -528,6 +532,8 @@ print("courtesy of the first rollout:", round(renamed(batch)["courtesy"][0].item
 print("as scored in 2.2:             ", round(rewards[0].item(), 4))
 
 # %%
+# The same model on the same tokens gives the same score under other names.
+#
 # Part 3: Round trip
 # ------------------
 #
@@ -742,8 +748,9 @@ for part in ("chosen", "rejected"):
     print(f"{part:>9}: {words / len(train_pairs):.1f} words on average")
 
 # %%
-# The two answers of a pair differ in tone, and otherwise by chance; their lengths are
-# alike, so that there is no telling them apart by length.
+# Fewer than half of the answers are liked, and each liked one makes at most one pair. The
+# two answers of a pair differ in tone, and otherwise by chance; their lengths are alike,
+# so that there is no telling them apart by length.
 #
 # 4.3 Store the preferences
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -760,6 +767,8 @@ for name, conversation in next(iter(preference_stream)).items():
     print(f"{name:>9}: {conversation}")
 
 # %%
+# Each column is a list of messages, the system message among them.
+#
 # 4.4 Train the reward model
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -802,8 +811,8 @@ reward_model.eval()
 print(f"accuracy on held-out prompts: {accuracy_before:.2f}, then {accuracy_after:.2f}")
 
 # %%
-# A random head knows nothing of courtesy; the trained one tells the liked answer from the
-# disliked one on prompts that no pair for training came from.
+# A random head does about as well as a coin; the trained one tells the liked answer from
+# the disliked one on prompts that no pair for training came from.
 
 
 def logged(name):
@@ -867,6 +876,8 @@ print("tokens:", tuple(new_rollouts["tokens", "full"].shape))
 print("reward:", tuple(new_rollouts["next", "reward"].shape))
 
 # %%
+# There is one reward for an answer, however many tokens it has.
+#
 # 4.6 Improve the policy with TorchRL
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 #
@@ -915,9 +926,10 @@ generated = new_rollouts["masks", "all_attention_mask"][:, answer_tokens]
 print(f"sampled and recomputed differ by up to {differences[generated].abs().max():.0e}")
 
 # %%
-# The policy in the loss gives each token the log-probability that it was sampled with.
-# (The comparison leaves out each answer's first token, for which TorchRL 0.14's
-# generating policy reports 0: one more reason to let ``annotate`` compute them.)
+# But for rounding, the policy in the loss gives each token the log-probability that it
+# was sampled with. (The comparison leaves out each answer's first token, for which
+# TorchRL 0.14's generating policy reports 0: one more reason to let ``annotate`` compute
+# them.)
 #
 # Each iteration collects 8 answers to each of 4 prompts, takes one step of plain
 # gradient descent, and throws the answers away, since they are the old policy's. With a
@@ -1031,10 +1043,11 @@ for reward, log_prob, probe in zip(reward_of(probed), log_probs, probes, strict=
 # %%
 # On the first two rows reward and judge agree. On kind words strung together they do not:
 # no pair taught the reward model better, and it pays for them as for a courteous
-# sentence. A policy that found such text would be paid for nonsense. Clipping sees to it
-# that it is not paid more. The KL term uses what the third column shows: to the reference
-# these answers are next to impossible, and straying from the reference is penalized. The
-# lasting cure is more pairs, made from what the policy writes now.
+# sentence; only the last row, with no kind word, goes unpaid. A policy that found such
+# text would be paid for nonsense. Clipping sees to it that it is not paid more. The KL
+# term uses what the third column shows: to the reference these answers are next to
+# impossible, and straying from the reference is penalized. The lasting cure is more
+# pairs, made from what the policy writes now.
 #
 # 4.7 Improve the policy with TRL
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
